@@ -1,0 +1,50 @@
+# Every target does its own set-up: the first one makes an environment outside the clone (scripts/bootstrap.py), later ones reuse it.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+RUN := scripts/run.sh
+PYTEST := $(RUN) python -m pytest
+
+.PHONY: help setup demo check test test-slow test-latest lint format clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+setup: ## Make the environment, or find it already made, and print its path
+	@$(RUN) python -c 'import sys; print(sys.prefix)'
+
+demo: ## Train a tiny family on this machine, cut its members out, verify and plot them (about 8 minutes)
+	@$(RUN) launchers/demo.sh
+
+check: lint ## For each edit, under 2 minutes: lint, types, the fast tests
+	@$(PYTEST) -q -x -m "not dist and not slow and not gpu"
+
+test: export OMP_NUM_THREADS := 1
+test: export TORCHDYNAMO_DISABLE := 1
+test: ## All tests but the slow ones (under 10 minutes)
+	@$(PYTEST) -m "not slow and not gpu"
+
+test-slow: export OMP_NUM_THREADS := 1
+test-slow: export TORCHDYNAMO_DISABLE := 1
+test-slow: ## The slow tests
+	@$(PYTEST) -m "slow and not gpu"
+
+test-latest: ## The smoke tests on Python 3.12 and the latest megatron-core
+	@python=$$(scripts/find_python.sh 3.12) || { echo "error: no working Python 3.12 (tried python3.12 and pyenv); install one" >&2; exit 2; }; \
+	PYTHON=$$python OMP_NUM_THREADS=1 $(PYTEST) -m smoke
+
+lint: ## ruff, codespell and pyright
+	@$(RUN) ruff check
+	@$(RUN) ruff format --check || { echo "error: not formatted; run: make format" >&2; exit 1; }
+	@$(RUN) codespell
+	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(RUN) pyright
+
+format: ## Sort imports and format the code in place
+	@$(RUN) ruff check --quiet --select I --fix
+	@$(RUN) ruff format
+
+clean: ## Remove what builds, tests and tools left in the clone; runs/ and the environment stay
+	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+	@echo "kept: runs/ and $${MEGATRON_ELASTIC_CACHE:-$$HOME/.cache/megatron-elastic}"

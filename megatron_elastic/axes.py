@@ -1,0 +1,225 @@
+"""The vocabulary: axes, their choices and groups, plans.
+
+An axis of G groups keeps *the first n/G components of each group* (a grouped prefix). G belongs to the axis and is fixed
+for the life of a checkpoint; it never depends on the parallel layout, so one plan names the same components on every layout
+and gives every rank the same share of work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron_elastic.errors import ConfigError, PlanError, raise_all
+
+PLAN_FORMAT_VERSION = 1
+
+
+class ElasticAxis(StrEnum):
+    """One dimension of the architecture that can shrink."""
+
+    HIDDEN = "hidden"
+    """Channels of the residual stream, shared by every layer."""
+    FFN = "ffn"
+    """Neurons of a dense MLP."""
+    MOE_FFN = "moe_ffn"
+    """Neurons of each routed expert."""
+    SHARED_FFN = "shared_ffn"
+    """Neurons of the shared expert."""
+    HEADS = "heads"
+    """Query heads; the same number leaves every KV group, keys and values stay."""
+    MAMBA_HEADS = "mamba_heads"
+    """Mamba-2 heads; the same number leaves every SSM group."""
+    EXPERTS = "experts"
+    """Routed experts."""
+    LAYERS = "layers"
+    """Depth; `ElasticSpace.drop_order` says which layer goes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class AxisSpec:
+    """The choices of one elastic axis.
+
+    choices: allowed widths in components, widest first; the first is the parent's.
+    groups: number of equal groups a width is dealt over; divides every choice.
+    """
+
+    axis: ElasticAxis
+    choices: tuple[int, ...]
+    groups: int
+
+    @property
+    def parent(self) -> int:
+        """The parent's width."""
+        return self.choices[0]
+
+    @property
+    def group_size(self) -> int:
+        """Components of one group at the parent's width."""
+        return self.parent // self.groups
+
+    def problems(self) -> list[str]:
+        """Everything wrong with this axis, one line each."""
+        key = f"elastic.axes.{self.axis.value}"
+        found = []
+        if list(self.choices) != sorted(set(self.choices), reverse=True):
+            found.append(f"{key}: choices {list(self.choices)} must be distinct and run from wide to narrow")
+        for choice in self.choices:
+            if choice <= 0:
+                found.append(f"{key}: choice {choice} must be positive")
+            elif choice % self.groups:
+                below = choice // self.groups * self.groups
+                near = [str(n) for n in (below, below + self.groups) if 0 < n <= self.parent]
+                found.append(f"{key}: choice {choice} is not a multiple of its {self.groups} groups; use {' or '.join(near)}")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class SubmodelPlan:
+    """One hard choice per axis: integers only, hashable, serialisable.
+
+    widths: (axis, width) for every axis the model has except `layers`, in the order of `ElasticAxis`.
+    dropped_layers: global numbers (from 0) of the layers that are skipped, ascending.
+    """
+
+    widths: tuple[tuple[ElasticAxis, int], ...]
+    dropped_layers: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, widths: Mapping[ElasticAxis, int], dropped_layers: tuple[int, ...] = ()) -> SubmodelPlan:
+        """Build a plan from a mapping; order does not matter."""
+        return cls(
+            tuple((axis, int(widths[axis])) for axis in ElasticAxis if axis in widths and axis is not ElasticAxis.LAYERS),
+            tuple(sorted(dropped_layers)),
+        )
+
+    def width(self, axis: ElasticAxis) -> int:
+        """Width of `axis`. Raises PlanError when the plan does not name it."""
+        for name, width in self.widths:
+            if name is axis:
+                return width
+        raise PlanError(f"the plan has no width for axis {axis.value!r}")
+
+    def keeps_layer(self, layer: int) -> bool:
+        """Whether global layer `layer` (from 0) is computed."""
+        return layer not in self.dropped_layers
+
+    def contains(self, other: SubmodelPlan) -> bool:
+        """Whether `other` is nested in this plan: never wider, never deeper."""
+        mine = dict(self.widths)
+        return all(axis in mine and width <= mine[axis] for axis, width in other.widths) and set(self.dropped_layers) <= set(
+            other.dropped_layers
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data for JSON or YAML."""
+        return {
+            "format_version": PLAN_FORMAT_VERSION,
+            "widths": {axis.value: width for axis, width in self.widths},
+            "dropped_layers": list(self.dropped_layers),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> SubmodelPlan:
+        """The inverse of `to_dict`. Raises PlanError for another format or an unknown axis."""
+        if data.get("format_version") != PLAN_FORMAT_VERSION:
+            raise PlanError(f"plan format_version {data.get('format_version')!r} is not {PLAN_FORMAT_VERSION}; write it again with this release")
+        widths, dropped = data.get("widths"), data.get("dropped_layers")
+        if not isinstance(widths, Mapping) or not isinstance(dropped, list):
+            raise PlanError("a plan needs 'widths' (a mapping) and 'dropped_layers' (a list)")
+        unknown = [str(name) for name in widths if name not in list(ElasticAxis)]
+        raise_all(PlanError, [f"unknown axis {name!r}; axes are {', '.join(ElasticAxis)}" for name in unknown], "plan")
+        return cls.of({ElasticAxis(name): int(width) for name, width in widths.items()}, tuple(int(n) for n in dropped))
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticSpace:
+    """All elastic axes of one parent.
+
+    axes: the elastic axes with their choices, in the order of `ElasticAxis`.
+    parent: the plan of the parent (every width, no layer dropped).
+    drop_order: global layer numbers in the order they are dropped; needed when `layers` is elastic.
+    shard_groups: the largest tensor parallelism the family can be trained or served with.
+    """
+
+    axes: tuple[AxisSpec, ...]
+    parent: SubmodelPlan
+    drop_order: tuple[int, ...] = ()
+    shard_groups: int = 8
+
+    def spec(self, axis: ElasticAxis) -> AxisSpec | None:
+        """The choices of `axis`, or None when it is not elastic."""
+        return next((spec for spec in self.axes if spec.axis is axis), None)
+
+    def plan(self, choices: Mapping[ElasticAxis, int]) -> SubmodelPlan:
+        """The plan with these widths, the parent's elsewhere. Raises PlanError listing every width that is no choice."""
+        problems, widths, dropped = [], dict(self.parent.widths), ()
+        for axis, width in choices.items():
+            spec = self.spec(axis)
+            if spec is None:
+                if axis is ElasticAxis.LAYERS or width != dict(self.parent.widths).get(axis):
+                    problems.append(f"axis {axis.value!r} is not elastic here; elastic axes: {', '.join(s.axis.value for s in self.axes)}")
+            elif width not in spec.choices:
+                problems.append(f"{axis.value} {width} is not one of its choices {list(spec.choices)}")
+            elif axis is ElasticAxis.LAYERS:
+                dropped = self.drop_order[: spec.parent - width]
+            else:
+                widths[axis] = width
+        raise_all(PlanError, problems, "plan")
+        return SubmodelPlan.of(widths, dropped)
+
+    def choice_of(self, plan: SubmodelPlan, axis: ElasticAxis) -> int:
+        """The choice of `axis` in `plan` (for `layers`, how many are kept)."""
+        if axis is ElasticAxis.LAYERS:
+            spec = self.spec(axis)
+            return (spec.parent if spec else 0) - len(plan.dropped_layers)
+        return plan.width(axis)
+
+    def check(self, plan: SubmodelPlan) -> None:
+        """Raise PlanError listing everything in `plan` that does not fit this space."""
+        problems = []
+        if [axis for axis, _ in plan.widths] != [axis for axis, _ in self.parent.widths]:
+            problems.append(
+                f"its axes {[a.value for a, _ in plan.widths]} are not the model's {[a.value for a, _ in self.parent.widths]}"
+            )
+        for axis, width in plan.widths:
+            spec, whole = self.spec(axis), dict(self.parent.widths).get(axis)
+            allowed = spec.choices if spec else (whole,)
+            if whole is not None and width not in allowed:
+                problems.append(f"{axis.value} {width} is not one of its choices {list(allowed)}")
+        layers = self.spec(ElasticAxis.LAYERS)
+        allowed_drops = {tuple(sorted(self.drop_order[: layers.parent - n])) for n in layers.choices} if layers else {()}
+        if plan.dropped_layers not in allowed_drops:
+            problems.append(f"dropped layers {list(plan.dropped_layers)} are not a prefix of the drop order {list(self.drop_order)} that a choice names")
+        raise_all(PlanError, problems, "the plan does not fit the space")
+
+    def check_shards(self, tensor_parallel: int, expert_parallel: int) -> list[str]:
+        """Problems of running this space on a layout: a shard must hold whole groups."""
+        problems = []
+        if self.shard_groups % tensor_parallel:
+            problems.append(
+                f"parallel.tensor {tensor_parallel} does not divide elastic.shard_groups {self.shard_groups}; choose a divisor or raise shard_groups"
+            )
+        for spec in self.axes:
+            if spec.axis in (ElasticAxis.HIDDEN, ElasticAxis.LAYERS):
+                continue
+            shards = expert_parallel if spec.axis is ElasticAxis.EXPERTS else tensor_parallel
+            if spec.groups % shards:
+                what = "parallel.expert" if spec.axis is ElasticAxis.EXPERTS else "parallel.tensor"
+                problems.append(f"{what} {shards} does not divide the {spec.groups} groups of axis {spec.axis.value!r}; choose a divisor")
+        return problems
+
+
+def validate_space(space: ElasticSpace, num_layers: int) -> None:
+    """Raise ConfigError listing every problem of `space` at once."""
+    problems = [line for spec in space.axes if spec.axis is not ElasticAxis.LAYERS for line in spec.problems()]
+    layers = space.spec(ElasticAxis.LAYERS)
+    if layers:
+        deepest = layers.parent - min(layers.choices)
+        if len(space.drop_order) < deepest:
+            problems.append(f"elastic.drop_order names {len(space.drop_order)} layers, but axis 'layers' drops up to {deepest}; list them, first dropped first")
+        if len(set(space.drop_order)) != len(space.drop_order) or any(not 0 <= n < num_layers for n in space.drop_order):
+            problems.append(f"elastic.drop_order {list(space.drop_order)} must be distinct layer numbers from 0 to {num_layers - 1}")
+        problems += layers.problems()
+    raise_all(ConfigError, problems, "elastic space")

@@ -1,0 +1,1 @@
+"""The command line: one thin module per command; importing any of them does not import torch."""

@@ -1,0 +1,83 @@
+"""Entry point of `megatron-elastic`: collects the commands and turns a user's error into one message.
+
+A command is a module of this package with a function `command`, whose signature is its command line and whose docstring is its
+help. Such a module imports torch and megatron-core only inside that function, so that `--help` and the offline commands start at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+
+from megatron_elastic import __version__
+from megatron_elastic.errors import ElasticError
+
+PROGRAM = "megatron-elastic"
+COMMANDS: tuple[str, ...] = ()
+"""Modules of this package, in the order in which `--help` lists them."""
+
+EXIT_USER_ERROR = 2
+
+
+def describe_versions() -> str:
+    """Return one line per package that decides what a run does, read from metadata without importing it."""
+    lines = [f"{PROGRAM} {__version__}"]
+    for package in ("torch", "megatron-core"):
+        try:
+            lines.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            lines.append(f"{package} is not installed")
+    return "\n".join(lines)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(describe_versions())
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions and exit.")
+    ] = False,
+) -> None:
+    """Train one model that holds a family of nested sub-models, and cut the members out."""
+
+
+def build_app() -> typer.Typer:
+    """Return the command line with every command of `COMMANDS`."""
+    # Unknown exceptions keep Python's own traceback: the pretty one hides frames and prints local tensors.
+    app = typer.Typer(name=PROGRAM, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    app.callback()(_root)
+    for name in COMMANDS:
+        app.command(name)(importlib.import_module(f"megatron_elastic.cli.{name}").command)
+    return app
+
+
+def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> None:
+    """Run `app` on `arguments` (default: the process's) and exit.
+
+    An `ElasticError` becomes one message on stderr and exit code 2; any other exception keeps its traceback.
+
+    Raises:
+        SystemExit: always, unless an unknown exception propagates.
+    """
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name=PROGRAM)
+    except ElasticError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(EXIT_USER_ERROR)
+
+
+def main() -> None:
+    """Run the command line; the console script and `python -m megatron_elastic.cli.main` both end here."""
+    run(build_app())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""`megatron-elastic validate`: everything about a recipe that can be checked without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_elastic.config import Recipe, load_recipe
+from megatron_elastic.cost import active_params, total_params, widths_of
+from megatron_elastic.errors import ConfigError, raise_all
+from megatron_elastic.shape import parent_plan
+
+
+def command(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, such as recipes/demo_hybrid.yaml.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace the recipe's.")] = None,
+) -> None:
+    """Check a recipe without importing torch: its keys, shapes, elastic space, layout, budgets and batches.
+
+    Prints a summary, or every problem at once and exits with a code other than 0.
+
+    \b
+    Examples:
+      megatron-elastic validate recipes/demo_hybrid.yaml
+      megatron-elastic validate recipes/demo_hybrid.yaml stages.long.sequence_length=2048
+    """
+    from megatron_elastic.preflight import recipe_notes, recipe_problems
+
+    loaded = load_recipe(recipe, overrides or ())
+    raise_all(ConfigError, recipe_problems(loaded), str(recipe))
+    typer.echo("\n".join([*summary(loaded, str(recipe)), *(f"note: {line}" for line in recipe_notes(loaded))]))
+
+
+def summary(recipe: Recipe, source: str) -> list[str]:
+    """What the recipe holds, one line for the parent, the family and each stage."""
+    model, widths = recipe.model, widths_of(parent_plan(recipe.model), recipe.model.num_layers)
+    lines = [
+        f"ok: {source}",
+        f"parent: {total_params(model, widths):,} parameters, {active_params(model, widths):,} active, {model.num_layers} layers",
+    ]
+    if recipe.elastic is not None:
+        lines.append(f"budgets: {', '.join(recipe.elastic.budgets)}; elastic axes: {', '.join(recipe.elastic.axes)}; cost: {recipe.elastic.cost}")
+    for stage in recipe.stages:
+        tokens = stage.total_steps * stage.global_batch_size * stage.sequence_length
+        kind = "elastic" if stage.elastic else "parent"
+        lines.append(f"stage {stage.name} ({kind}): {stage.total_steps:,} steps of {stage.global_batch_size} x {stage.sequence_length:,}, {tokens:,} tokens")
+    return lines

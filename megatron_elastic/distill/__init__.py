@@ -1,0 +1,1 @@
+"""Distillation from the frozen parent: losses and the teacher's pass."""

@@ -1,0 +1,1 @@
+"""The elastic core: change a model from outside with one verb, `elasticize`."""

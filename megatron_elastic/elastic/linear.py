@@ -1,0 +1,175 @@
+"""Linear layers in kept rows and columns, and the elastic forms of megatron's column- and row-parallel linears.
+
+Slice mode multiplies by a view of the weight (a copy when the kept entries are not one block). A view has no gradient buffer of
+its own, so one autograd function adds the weight's gradient to the kept part of `main_grad`. It serves every elastic linear in
+every mode: megatron's own function would leave its gradient in `param.grad`, and one parameter cannot use both ways in a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+from megatron_elastic.axes import ElasticAxis
+from megatron_elastic.elastic.decision import Decision, Mode, Slot
+from megatron_elastic.layout import Dim, Runs
+
+
+def select(tensor: torch.Tensor, dim: int, runs: Runs | None) -> torch.Tensor:
+    """The kept entries of one dim: a view for one run, a copy for several, the tensor itself for None."""
+    if runs is None:
+        return tensor
+    pieces = [tensor.narrow(dim, start, length) for start, length in runs]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def add_selected(target: torch.Tensor, value: torch.Tensor, rows: Runs | None, cols: Runs | None) -> None:
+    """Add `value` [kept rows, kept cols] to the kept entries of `target` [rows, cols], in place."""
+    row_at = 0
+    for row, height in rows or ((0, target.shape[0]),):
+        col_at = 0
+        for col, width in cols or ((0, target.shape[1]),):
+            target[row : row + height, col : col + width].add_(value[row_at : row_at + height, col_at : col_at + width])
+            col_at += width
+        row_at += height
+
+
+class ElasticMatmul(torch.autograd.Function):
+    """x [..., kept cols] times the kept part of weight [rows, cols], transposed: [..., kept rows].
+
+    The weight's gradient goes to `weight.main_grad` when megatron's DDP made one, else it is returned with zeros outside the plan.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, rows: Runs | None, cols: Runs | None) -> torch.Tensor:
+        """Save the input and the whole weight; the kept part is taken again in the backward rather than stored."""
+        ctx.save_for_backward(x, weight)
+        ctx.rows, ctx.cols = rows, cols
+        return x.matmul(select(select(weight, 0, rows), 1, cols).t())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        """Gradients of the input and of the weight."""
+        x, weight = ctx.saved_tensors
+        grad = grads[0]
+        grad_x = grad.matmul(select(select(weight, 0, ctx.rows), 1, ctx.cols)) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return grad_x, None, None, None
+        part = grad.reshape(-1, grad.shape[-1]).t().matmul(x.reshape(-1, x.shape[-1]))
+        if hasattr(weight, "main_grad"):
+            add_selected(weight.main_grad, part, ctx.rows, ctx.cols)
+            # DDP's hook must run, and must not add anything: megatron's own fused path hands it the same empty stand-in.
+            weight.grad_added_to_main_grad = True
+            return grad_x, torch.empty_like(weight), None, None
+        if ctx.rows is None and ctx.cols is None:
+            return grad_x, part, None, None
+        whole = torch.zeros_like(weight)
+        add_selected(whole, part, ctx.rows, ctx.cols)
+        return grad_x, whole, None, None
+
+
+def elastic_matmul(x: torch.Tensor, weight: torch.Tensor, rows: Runs | None, cols: Runs | None) -> torch.Tensor:
+    """`ElasticMatmul` as a function."""
+    result = ElasticMatmul.apply(x, weight, rows, cols)
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+@dataclass(frozen=True)
+class LinearSite:
+    """What an elastic linear knows of itself.
+
+    rows, cols: its dims in the layout table; row_shards, col_shards: how many ranks share each.
+    """
+
+    slot: Slot
+    rows: Dim
+    cols: Dim
+    row_shards: int = 1
+    col_shards: int = 1
+
+    def kept(self) -> tuple[Runs | None, Runs | None]:
+        """Kept rows and columns of this rank's shard; None where everything is kept."""
+        decision = self.slot.decision
+        if decision is None or decision.mode is Mode.MASK:
+            return None, None
+        return decision.runs(self.rows, self.row_shards), decision.runs(self.cols, self.col_shards)
+
+    def masked_input(self, x: torch.Tensor) -> torch.Tensor:
+        """The input times the weights of its axis: the mask point of ffn, moe_ffn, shared_ffn and heads."""
+        decision, segment = self.slot.decision, self.cols.segments[0]
+        if decision is None or segment.axis is None or segment.axis in (ElasticAxis.HIDDEN, ElasticAxis.MAMBA_HEADS):
+            return x
+        groups = segment.groups // self.col_shards
+        if segment.axis not in decision.weights:
+            return x
+        unit = x.shape[-1] // groups // decision.weights[segment.axis].numel()
+        vector = decision.vector(segment.axis, unit, groups, x)
+        return x if vector is None else x * vector
+
+
+class ElasticColumnLinear(ColumnParallelLinear):
+    """Column-parallel linear: its input is the residual stream, its rows belong to an axis of their own."""
+
+    site: LinearSite
+
+    def forward(self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
+        """[s, b, kept hidden] -> ([s, b, kept rows], bias to be added later)."""
+        rows, cols = self.site.kept()
+        matrix = self.weight if weight is None else weight
+        if cols is not None and matrix.shape[1] == input_.shape[-1]:
+            cols = None  # a tied output layer is handed an embedding that is cut already
+        if self.explicit_expert_comm:
+            gathered = input_
+        elif self.sequence_parallel:
+            gathered = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=True, group=self.tp_group)
+        else:
+            gathered = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
+        if weight is None:
+            output = elastic_matmul(gathered, matrix, rows, cols)
+        else:
+            output = gathered.matmul(select(select(matrix, 0, rows), 1, cols).t())  # shared with the embedding: plain autograd
+        bias = None if self.bias is None else select(self.bias, 0, rows)
+        if bias is not None and not self.skip_bias_add:
+            output = output + bias
+        gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
+        if gather:
+            output = gather_from_tensor_model_parallel_region(output, group=self.tp_group)
+        return output, bias if self.skip_bias_add else None
+
+
+class ElasticRowLinear(RowParallelLinear):
+    """Row-parallel linear: its input is the mask point of its axis, its output is written to the residual stream."""
+
+    site: LinearSite
+
+    def forward(self, input_: torch.Tensor) -> Any:
+        """[s, b, kept cols] -> ([s, b, kept hidden], bias to be added later)."""
+        rows, cols = self.site.kept()
+        output = elastic_matmul(self.site.masked_input(input_), self.weight, rows, cols)
+        if self.explicit_expert_comm:
+            pass
+        elif self.sequence_parallel:
+            output = reduce_scatter_to_sequence_parallel_region(output, group=self.tp_group)
+        else:
+            output = reduce_from_tensor_model_parallel_region(output, group=self.tp_group)
+        bias = None if self.bias is None else select(self.bias, 0, rows)
+        if bias is not None and not self.skip_bias_add:
+            return output + bias, None
+        return output, bias
+
+
+def rms_scale(decision: Decision | None, like: torch.Tensor) -> torch.Tensor | None:
+    """sqrt(d/D) of the residual norms in mask mode; None when the residual stream is whole."""
+    share = None if decision is None else decision.alive_share(ElasticAxis.HIDDEN, like)
+    return None if share is None else share.sqrt().to(like.dtype)

@@ -1,0 +1,37 @@
+"""Errors meant for users: one line with the value, the key and the remedy; the command line prints them without a traceback."""
+
+
+class ElasticError(Exception):
+    """Base of every error a user can cause and mend. The message is one line per problem; `problems` holds them apart."""
+
+    def __init__(self, message: str, problems: list[str] | None = None) -> None:
+        super().__init__(message)
+        self.problems = problems if problems is not None else [message]
+
+
+class ConfigError(ElasticError):
+    """A recipe, an option or a space of choices that cannot be used as written."""
+
+
+class PlanError(ElasticError):
+    """A sub-model plan that does not fit its model or its space."""
+
+
+class DataError(ElasticError):
+    """Missing, empty or unusable training data."""
+
+
+class CheckpointError(ElasticError):
+    """A checkpoint that is missing, half-written, or of another model."""
+
+
+class UnsupportedError(ElasticError):
+    """Something that is not supported here, refused by name with what to do instead."""
+
+
+def raise_all(kind: type[ElasticError], problems: list[str], heading: str) -> None:
+    """Raise one `kind` that lists every problem; do nothing when there is none."""
+    if len(problems) == 1:
+        raise kind(f"{heading}: {problems[0]}", problems)
+    if problems:
+        raise kind("\n  - ".join([f"{heading}:", *problems]), problems)

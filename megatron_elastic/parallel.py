@@ -1,0 +1,217 @@
+"""ParallelContext: who this process is in the parallel layout, and the process groups it talks in.
+
+The only file that reads megatron-core's process-group globals; everything else takes a ParallelContext. megatron-core is imported
+when a context is made, not when this module is.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_elastic.errors import ConfigError, ElasticError
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelContext:
+    """The parallel layout and this process' place in it.
+
+    tensor, pipeline, expert, expert_tensor, context, data: number of ranks along each dimension (data: whole replicas).
+    *_rank: this process' position along it. rank, world_size: of all processes. backend: "gloo" or "nccl".
+    groups: megatron-core's collection, handed to every module it builds.
+    """
+
+    tensor: int
+    pipeline: int
+    expert: int
+    expert_tensor: int
+    context: int
+    data: int
+    rank: int
+    world_size: int
+    tensor_rank: int
+    pipeline_rank: int
+    expert_rank: int
+    expert_tensor_rank: int
+    data_rank: int
+    backend: str
+    groups: ProcessGroupCollection
+    owns_processes: bool
+    """Whether this context started torch.distributed, and so ends it."""
+
+    @classmethod
+    def initialize(
+        cls,
+        tensor: int = 1,
+        pipeline: int = 1,
+        expert: int = 1,
+        expert_tensor: int | None = None,
+        context: int = 1,
+        *,
+        backend: str = "gloo",
+        seed: int = 1234,
+    ) -> ParallelContext:
+        """Start torch.distributed where it is not running, form megatron-core's groups and seed its random states.
+
+        Processes come from the usual environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); without RANK there is one process.
+        expert_tensor: tensor parallelism of the experts; None means `tensor` without expert parallelism and 1 with it.
+        seed: of megatron-core's random states; weights do not depend on it.
+        Raises ConfigError when the world cannot be divided this way.
+        """
+        from megatron_elastic.platform import prepare_platform
+
+        prepare_platform()
+        import torch.distributed as dist
+        from megatron.core import parallel_state
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        if expert_tensor is None:
+            expert_tensor = tensor if expert == 1 else 1
+        owns = not dist.is_initialized()
+        if owns:
+            _start_processes(backend)
+        world = dist.get_world_size()
+        try:
+            _check_layout(world, tensor, pipeline, expert, expert_tensor, context)
+        except ConfigError:
+            if owns:
+                dist.destroy_process_group()
+            raise
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor,
+            pipeline_model_parallel_size=pipeline,
+            context_parallel_size=context,
+            expert_model_parallel_size=expert,
+            expert_tensor_parallel_size=expert_tensor,
+            create_gloo_process_groups=backend != "gloo",
+        )
+        model_parallel_cuda_manual_seed(seed)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        return cls(
+            tensor=tensor,
+            pipeline=pipeline,
+            expert=expert,
+            expert_tensor=expert_tensor,
+            context=context,
+            data=groups.dp.size(),
+            rank=dist.get_rank(),
+            world_size=world,
+            tensor_rank=groups.tp.rank(),
+            pipeline_rank=groups.pp.rank(),
+            expert_rank=groups.ep.rank(),
+            expert_tensor_rank=groups.expt_tp.rank(),
+            data_rank=groups.dp.rank(),
+            backend=backend,
+            groups=groups,
+            owns_processes=owns,
+        )
+
+    def destroy(self) -> None:
+        """Dissolve the groups, and end torch.distributed if this context started it."""
+        import torch.distributed as dist
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        if self.owns_processes:
+            dist.destroy_process_group()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks for all: it prints and writes what is written once."""
+        return self.rank == 0
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this process holds the embedding."""
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this process computes the loss."""
+        return self.pipeline_rank == self.pipeline - 1
+
+    @property
+    def world(self) -> ProcessGroup:
+        """The group of all processes."""
+        import torch.distributed as dist
+
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    @property
+    def tp(self) -> ProcessGroup:
+        """The tensor-parallel group."""
+        return self.groups.tp
+
+    @property
+    def pp(self) -> ProcessGroup:
+        """The pipeline-parallel group."""
+        return self.groups.pp
+
+    @property
+    def ep(self) -> ProcessGroup:
+        """The expert-parallel group."""
+        return self.groups.ep
+
+    @property
+    def dp(self) -> ProcessGroup:
+        """The data-parallel group."""
+        return self.groups.dp
+
+    @property
+    def dp_cp(self) -> ProcessGroup:
+        """The data- and context-parallel group: gradients of dense parameters are reduced over it."""
+        return self.groups.dp_cp
+
+    def raise_together(self, error: ElasticError | None) -> None:
+        """Raise a user error of any rank on every rank; do nothing when there is none. A collective: every rank calls it.
+
+        error: this rank's error, or None. Called before work starts, so that no rank is left waiting for one that stopped.
+        The lowest failing rank's kind is raised; a message that differs between ranks is listed once for each rank that has it.
+        """
+        if self.world_size == 1:
+            if error is not None:
+                raise error
+            return
+        import torch.distributed as dist
+
+        mine = None if error is None else (type(error), str(error))
+        found: list[tuple[type[ElasticError], str] | None] = [None] * self.world_size
+        dist.all_gather_object(found, mine)
+        failed = {rank: item for rank, item in enumerate(found) if item is not None}
+        if not failed:
+            return
+        kind, message = next(iter(failed.values()))
+        if len({text for _, text in failed.values()}) > 1:
+            message = "\n".join(f"rank {rank}: {text}" for rank, (_, text) in failed.items())
+        raise kind(message) from error
+
+
+def _start_processes(backend: str) -> None:
+    import torch.distributed as dist
+
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _check_layout(world: int, tensor: int, pipeline: int, expert: int, expert_tensor: int, context: int) -> None:
+    """Raise ConfigError when `world` processes cannot be divided this way."""
+    dense, experts = tensor * pipeline * context, expert_tensor * expert * pipeline
+    if world % dense:
+        raise ConfigError(
+            f"parallel.tensor {tensor} x pipeline {pipeline} x context {context} does not divide the {world} processes; "
+            f"start a multiple of {dense}"
+        )
+    if world % experts:
+        raise ConfigError(
+            f"parallel.expert {expert} x expert_tensor {expert_tensor} x pipeline {pipeline} does not divide the {world} processes; "
+            f"start a multiple of {experts} or lower parallel.expert"
+        )

@@ -1,0 +1,244 @@
+"""Run megatron-core on a machine without a GPU.
+
+megatron-core assumes CUDA in four ways: it asks `torch.cuda` for devices, streams and random state, it writes device="cuda" literally, it compares
+tensor type names with 'torch.cuda.FloatTensor', and it needs packages that exist for GPUs only. `prepare_platform()` answers each on the CPU.
+This is the only place that patches torch or megatron-core; with a GPU present nothing is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_FACTORIES = "tensor zeros ones empty full arange rand randn randint as_tensor linspace empty_strided zeros_like ones_like empty_like eye"
+_NOISE = (
+    r".*torch\.distributed\.(reduce_scatter_base|all_gather_base|_reduce_scatter_base|_all_gather_base).*",
+    r".*Transformer Engine.*",
+    r".*[Aa]pex.*",
+    r".*fused_layer_norm.*",
+    r".*MLP requires ffn_hidden_size.*",
+    r".*an autograd kernel was not registered to the Autograd key.*",
+    r".*requires_grad=True to a scalar.*",
+    r".*No module named 'flash_attn'.*",
+    r".*_extra_state.*",
+    r".*is deprecated and will be removed in.*",
+    r".*TypedStorage is deprecated.*",
+)
+
+
+@functools.cache
+def prepare_platform() -> None:
+    """Make megatron-core importable and trainable on this machine; call it before `megatron.core` is imported. Later calls do nothing.
+
+    With a GPU present it changes nothing. Raises RuntimeError when `megatron.core` was imported first.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    if "megatron.core" in sys.modules:
+        raise RuntimeError("call megatron_elastic.platform.prepare_platform() before megatron.core is imported")
+    _disable_dynamo()
+    _quieten()
+    _install_kernels()
+    _answer_for_cuda(torch)
+    _redirect_literal_devices(torch)
+    _rename_tensor_types(torch)
+    _mend_megatron(torch)
+
+
+def _disable_dynamo() -> None:
+    """Inductor asks for CUDA properties. The variable also reaches worker processes."""
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # Imported now because it lists torch's functions by identity, and rejects the patched ones.
+    importlib.import_module("torch._dynamo").config.disable = True
+
+
+def _quieten() -> None:
+    """Hide warnings about GPU packages and internals that a CPU user cannot act on."""
+    for message in _NOISE:
+        warnings.filterwarnings("ignore", message=message)
+
+
+def _install_kernels() -> None:
+    """Offer the plain-PyTorch SSM kernels under the names megatron-core imports, where the CUDA packages are absent."""
+    from megatron_elastic.platform import kernels
+
+    if importlib.util.find_spec("mamba_ssm") is None:
+        _install("mamba_ssm", "2.0.0")
+        _install("mamba_ssm.ops", "2.0.0")
+        _install("mamba_ssm.ops.triton", "2.0.0")
+        _install("mamba_ssm.ops.triton.layernorm_gated", "2.0.0", RMSNorm=kernels.RMSNorm)
+        _install(
+            "mamba_ssm.ops.triton.ssd_combined",
+            "2.0.0",
+            mamba_chunk_scan_combined=kernels.mamba_chunk_scan_combined,
+            mamba_split_conv1d_scan_combined=kernels.mamba_split_conv1d_scan_combined,
+        )
+        # Decoding is not offered here: None makes megatron-core use its own plain-PyTorch step.
+        _install("mamba_ssm.ops.triton.selective_state_update", "2.0.0", selective_state_update=None)
+    if importlib.util.find_spec("causal_conv1d") is None:
+        _install("causal_conv1d", "1.4.0", causal_conv1d_fn=kernels.causal_conv1d_fn, causal_conv1d_update=None)
+        _install("causal_conv1d.causal_conv1d_varlen", "1.4.0", causal_conv1d_varlen_states=None)
+
+
+def _install(name: str, release: str, **members: object) -> None:
+    """Register a module. `release` is the interface it offers: the least one megatron-core accepts for packed training."""
+    module = types.ModuleType(name, "Plain-PyTorch stand-in of megatron_elastic.platform.kernels.")
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    module.__path__ = []
+    module.__dict__.update(members, __version__=release)
+    sys.modules[name] = module
+
+
+class _Inert:
+    """Stands for a CUDA stream or event: every operation is already complete."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        """Accepts what torch.cuda.Stream and Event accept."""
+
+    def record_event(self, *args: object) -> _Inert:
+        """An event that has happened."""
+        return _Inert()
+
+    def wait_event(self, *args: object) -> None:
+        """Nothing to wait for."""
+
+    def wait_stream(self, *args: object) -> None:
+        """Nothing to wait for."""
+
+    def wait(self, *args: object) -> None:
+        """Nothing to wait for."""
+
+    def record(self, *args: object) -> None:
+        """Nothing to record."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Whether all work is done."""
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        """There is one stream, so any two are the same."""
+        return isinstance(other, _Inert)
+
+    def __hash__(self) -> int:
+        """Equal objects have equal hashes."""
+        return 0
+
+
+class _Generators:
+    """Stands for torch.cuda.default_generators: one generator for every device index."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def __getitem__(self, index: object) -> torch.Generator:
+        return self.generator
+
+
+@contextlib.contextmanager
+def _same_stream(stream: object) -> Iterator[None]:
+    yield
+
+
+def _answer_for_cuda(torch: Any) -> None:
+    """Give `torch.cuda` the answers of a machine whose only device is the CPU."""
+    cpu, cuda = torch.device("cpu"), torch.cuda
+
+    def nothing(*args: object, **kwargs: object) -> None:
+        return None
+
+    def state(*args: object, **kwargs: object) -> Any:
+        return torch.get_rng_state()
+
+    def set_state(new_state: Any, *args: object, **kwargs: object) -> None:
+        torch.set_rng_state(new_state)
+
+    def lazily(function: Callable[[], Any], **kwargs: object) -> None:
+        function()
+
+    answers: dict[str, object] = {
+        "current_device": lambda: cpu,  # megatron-core passes it on as a device
+        "device_count": lambda: 1,
+        "memory_allocated": lambda *args, **kwargs: 0,
+        "is_current_stream_capturing": lambda: False,
+        "get_rng_state": state,
+        "set_rng_state": set_state,
+        "manual_seed": lambda seed: torch.manual_seed(seed),
+        "_lazy_call": lazily,  # the random-state tracker sets states through it
+        "default_generators": _Generators(torch.default_generator),
+        "Stream": _Inert,
+        "Event": _Inert,
+        "current_stream": lambda *args, **kwargs: _Inert(),
+        "stream": _same_stream,
+        **dict.fromkeys(("synchronize", "set_device", "empty_cache", "_lazy_init"), nothing),
+    }
+    for name, answer in answers.items():
+        setattr(cuda, name, answer)
+    cuda.random.get_rng_state, cuda.random.set_rng_state = state, set_state
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = nothing
+    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+
+
+def _redirect_literal_devices(torch: Any) -> None:
+    """Read device="cuda" as the CPU in tensor factories and in Tensor.to."""
+    cpu = torch.device("cpu")
+
+    def is_cuda(value: object) -> bool:
+        return isinstance(value, str | torch.device) and str(value).startswith("cuda")
+
+    def on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if is_cuda(kwargs.get("device")):
+                kwargs["device"] = cpu
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    for name in _FACTORIES.split():
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+    move = on_cpu(torch.Tensor.to)
+    torch.Tensor.to = lambda self, *args, **kwargs: move(self, *(cpu if is_cuda(arg) else arg for arg in args), **kwargs)
+
+
+def _rename_tensor_types(torch: Any) -> None:
+    """The optimizers accept parameters of type 'torch.cuda.FloatTensor' and its kin only."""
+    original = torch.Tensor.type
+
+    def renamed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) and "cuda" not in result else result
+
+    torch.Tensor.type = renamed
+
+
+def _mend_megatron(torch: Any) -> None:
+    """Two places of megatron-core that stop a run without a GPU and without Transformer Engine."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
+
+    if "te_general_gemm" not in vars(moe_utils):
+        # 0.16.1 binds this name only when Transformer Engine is there, and tests it against None.
+        vars(moe_utils)["te_general_gemm"] = None
+
+    def split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        # Tensors already on the CPU are returned as they are, but all_to_all needs its split sizes as numpy arrays.
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    vars(dispatcher)["maybe_move_tensor_to_cpu"] = split_sizes

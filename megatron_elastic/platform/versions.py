@@ -1,0 +1,170 @@
+"""Everything that differs between the supported megatron-core releases, 0.16.1 and 0.19.x, in one place.
+
+| what | 0.16.1 | 0.19 |
+|---|---|---|
+| hybrid model, stack | MambaModel, MambaStack | HybridModel, HybridStack |
+| keyword of the stack's spec | mamba_stack_spec | hybrid_stack_spec |
+| keyword of the layer pattern | hybrid_override_pattern | hybrid_layer_pattern, `|` between pipeline stages |
+| convolution of a Mamba mixer | module `conv1d`, parameters conv1d.weight and conv1d.bias | parameters conv1d_weight and conv1d_bias (the checkpoint keeps conv1d.weight) |
+| dense MLP and shared expert in a spec | ModuleSpec | a callable |
+| documents of a packed batch, for Mamba | derived by the mixer | PackedSeqParams.seq_idx, None unless total_tokens is given |
+
+Importing this module costs nothing; megatron-core is imported inside the functions.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from megatron_elastic.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.mlp import MLPSubmodules
+
+SUPPORTED = "0.16.1 (Python 3.11) and 0.19.x (Python 3.12 and later)"
+
+
+class Generation(StrEnum):
+    """A line of megatron-core releases that behave alike here."""
+
+    V0_16 = "0.16"
+    V0_19 = "0.19"
+
+
+@functools.cache
+def megatron_generation() -> Generation:
+    """The generation of the installed megatron-core.
+
+    Raises UnsupportedError when megatron-core is missing or of a release that was never tried.
+    """
+    try:
+        installed = version("megatron-core")
+    except PackageNotFoundError:
+        raise UnsupportedError(f"megatron-core is not installed; install {SUPPORTED}") from None
+    return generation_of(installed)
+
+
+def generation_of(installed: str) -> Generation:
+    """The generation of a megatron-core version string. Raises UnsupportedError for any that is not supported."""
+    if installed == "0.16.1":
+        return Generation.V0_16
+    if installed.startswith("0.19."):
+        return Generation.V0_19
+    raise UnsupportedError(f"megatron-core {installed} is not supported; install {SUPPORTED}")
+
+
+@dataclass(frozen=True, slots=True)
+class HybridClasses:
+    """Where a generation keeps its hybrid model.
+
+    model, stack, submodules: the classes (MambaModel, MambaStack, MambaStackSubmodules, or their successors).
+    spec_keyword, pattern_keyword: the model's arguments for the stack's spec and for the layer pattern.
+    """
+
+    model: type[Any]
+    stack: type[Any]
+    submodules: type[Any]
+    spec_keyword: str
+    pattern_keyword: str
+
+
+def hybrid_classes() -> HybridClasses:
+    """The hybrid model's classes in the installed megatron-core."""
+    if megatron_generation() is Generation.V0_16:
+        from megatron.core.models.mamba.mamba_model import MambaModel
+        from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+
+        return HybridClasses(MambaModel, MambaStack, MambaStackSubmodules, "mamba_stack_spec", "hybrid_override_pattern")
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules  # pyright: ignore[reportMissingImports]
+    from megatron.core.models.hybrid.hybrid_model import HybridModel  # pyright: ignore[reportMissingImports]
+
+    return HybridClasses(HybridModel, HybridStack, HybridStackSubmodules, "hybrid_stack_spec", "hybrid_layer_pattern")
+
+
+def stage_pattern(pattern: str, stages: int) -> str:
+    """The layer pattern as the installed release wants it: with `|` between pipeline stages, or bare.
+
+    pattern: one letter a layer; its length is a multiple of `stages`.
+    """
+    if megatron_generation() is Generation.V0_16 or stages == 1:
+        return pattern
+    size = len(pattern) // stages
+    return "|".join(pattern[at : at + size] for at in range(0, len(pattern), size))
+
+
+def mlp_spec(submodules: MLPSubmodules) -> Any:
+    """The `mlp` entry of a transformer layer's spec for a dense MLP."""
+    from megatron.core.transformer.mlp import MLP
+
+    if megatron_generation() is Generation.V0_16:
+        from megatron.core.transformer.spec_utils import ModuleSpec
+
+        return ModuleSpec(module=MLP, submodules=submodules)
+    return functools.partial(MLP.as_mlp_submodule, submodules=submodules)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def moe_spec(submodules: MLPSubmodules) -> Any:
+    """The `mlp` entry of a transformer layer's spec for a mixture of experts, one MLP an expert, and its shared expert."""
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+
+    build: Callable[..., Any]
+    if megatron_generation() is Generation.V0_16:
+        from megatron.core.transformer.spec_utils import ModuleSpec
+
+        build = ModuleSpec
+        parts = MoESubmodules(
+            experts=ModuleSpec(module=SequentialMLP, submodules=submodules),
+            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=submodules),
+        )
+        return build(module=MoELayer, submodules=parts)
+    build = functools.partial
+    parts = MoESubmodules(
+        experts=build(SequentialMLP, submodules=submodules), shared_experts=build(SharedExpertMLP, submodules=submodules)
+    )
+    return build(MoELayer, submodules=parts)
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name as 0.16.1 and every checkpoint spell it (0.19: `mixer.conv1d_weight` is `mixer.conv1d.weight`)."""
+    for part in ("weight", "bias"):
+        if name.endswith(f"mixer.conv1d_{part}"):
+            return f"{name.removesuffix(f'conv1d_{part}')}conv1d.{part}"
+    return name
+
+
+def conv_parameters(mixer: torch.nn.Module) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
+    """Weight [channels, 1, taps] and bias [channels] of a Mamba mixer's convolution."""
+    if megatron_generation() is Generation.V0_16:
+        conv = mixer.get_submodule("conv1d")
+        return conv.get_parameter("weight"), conv.get_parameter("bias")
+    return mixer.get_parameter("conv1d_weight"), mixer.get_parameter("conv1d_bias")
+
+
+def packed_documents(boundaries: torch.Tensor, longest: int, total_tokens: int) -> PackedSeqParams:
+    """The parameters of a packed (thd) batch whose documents do not see each other, in attention, scan and convolution.
+
+    boundaries: cumulative document starts [documents + 1], int32, from 0; tokens after the last one form a document of their own.
+    longest: tokens of the longest document. total_tokens: tokens of the whole batch.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    common: dict[str, Any] = {
+        "qkv_format": "thd",
+        "cu_seqlens_q": boundaries,
+        "cu_seqlens_kv": boundaries,
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+    }
+    if megatron_generation() is Generation.V0_19:
+        # Without it seq_idx stays None and the Mamba layers silently let documents see each other.
+        common["total_tokens"] = total_tokens
+    return PackedSeqParams(**common)

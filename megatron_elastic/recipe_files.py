@@ -1,0 +1,112 @@
+"""Recipe files as plain data: YAML in, overrides applied, and every key and kind of value checked against the dataclasses.
+
+Everything wrong is reported with its full key and, for an unknown key, the nearest one that exists. Plain Python, no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_elastic.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which `3e-4` is a number (PyYAML follows YAML 1.1, where it is a string)."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"), list("-+0123456789.")
+)
+# Integers must win over the wider float pattern above: the first resolver that matches decides.
+for _first in "-+0123456789":
+    _Loader.yaml_implicit_resolvers[_first] = sorted(_Loader.yaml_implicit_resolvers[_first], key=lambda pair: not pair[0].endswith(":int"))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises ConfigError when the file is missing, is not YAML or holds something else."""
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 - a SafeLoader with one more number format
+    except FileNotFoundError:
+        raise ConfigError(f"no recipe at {str(path)!r}; see recipes/ for examples") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a YAML file: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: a recipe is a mapping of keys, not {type(data).__name__}")
+    return data
+
+
+def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`data` with `key.sub=value` assignments applied; values are YAML; a stage is named as `stages.NAME.key`."""
+    data = yaml.load(yaml.safe_dump(data), Loader=_Loader)  # noqa: S506 - a deep copy of plain data
+    for text in overrides:
+        key, sign, value = text.partition("=")
+        if not sign or not key:
+            raise ConfigError(f"override {text!r} must be key=value, for example optimizer.clip_grad=0.5")
+        node: Any = data
+        *parents, last = key.split(".")
+        for name in parents:
+            if isinstance(node, list):
+                named = [item for item in node if isinstance(item, dict) and item.get("name") == name]
+                if not named:
+                    raise ConfigError(f"override {text!r}: no stage is named {name!r}; stages: {', '.join(str(i.get('name')) for i in node)}")
+                node = named[0]
+            else:
+                child = node.get(name)
+                node[name] = child if isinstance(child, dict | list) else {}
+                node = node[name]
+        if not isinstance(node, dict):
+            raise ConfigError(f"override {text!r}: {key!r} needs the name of a stage, as in stages.NAME.steps=10")
+        try:
+            node[last] = yaml.load(value, Loader=_Loader)  # noqa: S506
+        except yaml.YAMLError as error:
+            raise ConfigError(f"override {text!r}: the value is not YAML: {' '.join(str(error).split())}") from None
+    return data
+
+
+def key_problems(data: Any, kind: Any, path: str = "") -> list[str]:
+    """Every key of `data` that the dataclass `kind` lacks (with the nearest one it has) and every value of plainly the wrong kind.
+
+    path: the key of `data` with a trailing dot. What is checked here beside keys is what dacite lets pass or reports without
+    the key: true and false where a number is wanted, one value where a list or a mapping is.
+    """
+    origin, args, key = typing.get_origin(kind), typing.get_args(kind), path[:-1]
+    if dataclasses.is_dataclass(kind):
+        return _field_problems(data, kind, path) if isinstance(data, dict) else [_wrong(key, data, "a mapping")]
+    if origin in (typing.Union, types.UnionType):
+        if data is None and type(None) in args:
+            return []
+        inner = [arg for arg in args if arg is not type(None) and (isinstance(data, dict) or not dataclasses.is_dataclass(arg))]
+        return key_problems(data, inner[0] if len(inner) == 1 or bool not in args else bool, path)
+    if origin is tuple:
+        if not isinstance(data, list):
+            return [_wrong(key, data, "a list")]
+        return [line for n, item in enumerate(data) for line in key_problems(item, args[0], f"{key}[{n}].")]
+    if origin is Mapping:
+        if not isinstance(data, dict):
+            return [_wrong(key, data, "a mapping")]
+        return [line for name, item in data.items() for line in key_problems(item, args[1], f"{path}{name}.")]
+    return [_wrong(key, data, "a number")] if kind in (int, float) and isinstance(data, bool) else []
+
+
+def _field_problems(data: dict[str, Any], kind: Any, path: str) -> list[str]:
+    hints, problems = typing.get_type_hints(kind), []
+    for name, value in data.items():
+        if name in hints:
+            problems += key_problems(value, hints[name], f"{path}{name}.")
+        else:
+            near = difflib.get_close_matches(str(name), hints, 1)
+            problems.append(f"{path}{name} is not a known key; " + (f"did you mean {path}{near[0]}?" if near else f"keys: {', '.join(hints)}"))
+    return problems
+
+
+def _wrong(key: str, value: Any, wanted: str) -> str:
+    return f"{key} {value!r} ({type(value).__name__}) must be {wanted}"

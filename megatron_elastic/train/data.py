@@ -1,0 +1,178 @@
+"""Batches for training on megatron-core's GPTDataset: packed documents, the same samples for every layout, resumable.
+
+A sample is `sequence_length` consecutive tokens of the shuffled documents. Documents of a sample, and samples of a microbatch, are
+packed into one row and never see each other: positions restart and `cu_seqlens` marks the boundaries for attention, scan and
+convolution.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megatron_elastic.corpus.info import DataInfo, open_data
+from megatron_elastic.errors import ConfigError, DataError
+from megatron_elastic.parallel import ParallelContext
+from megatron_elastic.platform.versions import packed_documents
+
+__all__ = ["DataInfo", "Datasets", "MicroBatch", "batches", "build_datasets", "fixed_batches", "open_data", "packed_seq_params"]
+
+
+class DatasetTokenizer:
+    """What GPTDataset asks of a tokenizer, and the text's digest, which makes the names of its cached indices depend on the text."""
+
+    def __init__(self, info: DataInfo) -> None:
+        self.vocab_size = info.vocab_size
+        self.eod = info.eod
+        self.pad = -1  # no id is padding; a padded tail is recognised by this value and masked from the loss
+        self.special_tokens_dict: dict[str, int] = {"eod": info.eod}
+        self.unique_identifiers = OrderedDict(
+            vocab_size=info.vocab_size, eod=info.eod, train=info.train.sha256, valid=info.valid.sha256
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Datasets:
+    """The two splits of one stage."""
+
+    train: GPTDataset
+    """Samples to train on, at least as many as asked for; text is repeated when it runs out."""
+    valid: GPTDataset
+    """Held-out samples, one pass over the text."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Samples that are computed together, packed into one row of T = samples x sequence_length tokens."""
+
+    tokens: Tensor
+    """Token ids, int64 [1, T]."""
+    labels: Tensor
+    """The next token of each, int64 [1, T]."""
+    loss_mask: Tensor
+    """1 where the loss counts, float32 [1, T]."""
+    position_ids: Tensor
+    """Position inside the document, int64 [1, T]."""
+    cu_seqlens: Tensor
+    """Where documents begin, and T, int32 [documents + 1]."""
+    max_seqlen: int
+    """Tokens of the longest document."""
+    first_sample: int
+    """Position of its first sample in the global batch: decisions are drawn for groups of these."""
+
+
+def build_datasets(
+    info: DataInfo, *, sequence_length: int, train_samples: int, valid_samples: int, seed: int, cache_dir: Path, parallel: ParallelContext
+) -> Datasets:
+    """The datasets of a stage. A collective: every rank calls it; rank 0 builds the indices that the others read.
+
+    train_samples: samples of the *whole* stage (the shuffle depends on it, so a resumed run passes the same number).
+    valid_samples: held-out samples that will be asked for. cache_dir: where indices are kept; one half-written is built again.
+    Raises DataError on every rank when the held-out text is too short.
+    """
+    available = (info.valid.tokens - 1) // sequence_length
+    if valid_samples > available:
+        raise DataError(
+            f"eval.samples {valid_samples} of {sequence_length} tokens are more than the {available} the held-out text of "
+            f"{str(info.path)!r} gives; lower eval.samples or hold out more"
+        )
+    cache = cache_dir / f"{info.train.sha256[:12]}-{sequence_length}-{train_samples}-{seed}"
+    complete = cache / "complete"
+    if parallel.is_main:
+        if cache.exists() and not complete.exists():
+            shutil.rmtree(cache)
+    dist.barrier()
+    config = GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=sequence_length,
+        blend_per_split=[([info.prefix("train")], None), ([info.prefix("valid")], None), None],
+        tokenizer=DatasetTokenizer(info),  # pyright: ignore[reportArgumentType] - what a dataset reads of a tokenizer
+        path_to_cache=str(cache),
+        reset_position_ids=True,
+        reset_attention_mask=True,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        mmap_bin_files=True,
+    )
+    train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, [train_samples, None, 0], lambda: True, config).build()
+    dist.barrier()
+    if parallel.is_main:
+        complete.touch()
+    return Datasets(train, valid)
+
+
+def batches(
+    dataset: GPTDataset, *, global_batch_size: int, micro_batch_size: int, data_rank: int, data_size: int, consumed_samples: int = 0
+) -> Iterator[MicroBatch]:
+    """This rank's microbatches in megatron-core's sampler order, from sample `consumed_samples` to the last whole global batch.
+
+    Microbatch j of a step that begins at sample s holds samples s + (j * data_size + data_rank) * micro_batch_size and on, so a step's
+    samples are the same for every data_size. consumed_samples: a multiple of global_batch_size.
+    Raises ConfigError when a step cannot be divided over the replicas.
+    """
+    together = micro_batch_size * data_size
+    if global_batch_size % together:
+        raise ConfigError(
+            f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size {micro_batch_size} x {data_size} data-parallel "
+            f"replicas; use a multiple of {together}"
+        )
+    assert consumed_samples % global_batch_size == 0, (consumed_samples, global_batch_size)
+    return _batches(dataset, global_batch_size, micro_batch_size, data_rank, data_size, consumed_samples)
+
+
+def _batches(dataset: GPTDataset, global_batch: int, micro_batch: int, data_rank: int, data_size: int, consumed: int) -> Iterator[MicroBatch]:
+    for start in range(consumed, len(dataset) - global_batch + 1, global_batch):
+        for first in range(data_rank * micro_batch, global_batch, data_size * micro_batch):
+            yield _pack([dataset[start + first + n] for n in range(micro_batch)], first)
+
+
+def fixed_batches(dataset: GPTDataset, samples: int, *, micro_batch_size: int, data_rank: int, data_size: int) -> list[MicroBatch]:
+    """This rank's share of the first `samples` samples, the same set for every layout and every call.
+
+    Every rank gets the same number of microbatches; samples that fill up the last ones have a zero loss mask.
+    """
+    together = micro_batch_size * data_size
+    shares = []
+    for start in range(0, samples, together):
+        first = start + data_rank * micro_batch_size
+        rows = []
+        for number in range(first, first + micro_batch_size):
+            row = dict(dataset[min(number, samples - 1)])
+            if number >= samples:
+                row["loss_mask"] = torch.zeros_like(row["loss_mask"])
+            rows.append(row)
+        shares.append(_pack(rows, first))
+    return shares
+
+
+def packed_seq_params(batch: MicroBatch) -> PackedSeqParams:
+    """megatron-core's description of the documents of `batch`, for attention, scan and convolution."""
+    return packed_documents(batch.cu_seqlens, batch.max_seqlen, batch.tokens.numel())
+
+
+def _pack(samples: list[dict[str, Tensor]], first_sample: int) -> MicroBatch:
+    """One row of samples of equal length [sequence_length]; a document begins wherever the position is 0."""
+    tokens, labels, loss_mask, positions = (
+        torch.cat([sample[key] for sample in samples]) for key in ("tokens", "labels", "loss_mask", "position_ids")
+    )
+    starts = torch.nonzero(positions == 0).flatten()
+    bounds = torch.cat([starts, starts.new_tensor([positions.numel()])])
+    return MicroBatch(
+        tokens=tokens[None],
+        labels=labels[None],
+        loss_mask=loss_mask[None],
+        position_ids=positions[None],
+        cu_seqlens=bounds.to(torch.int32),
+        max_seqlen=int(bounds.diff().max()),
+        first_sample=first_sample,
+    )

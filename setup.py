@@ -1,0 +1,5 @@
+"""Installation through setuptools; everything it needs to know is in pyproject.toml."""
+
+from setuptools import setup
+
+setup()

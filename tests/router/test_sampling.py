@@ -1,0 +1,98 @@
+"""Draws are functions of (seed, stage, step, group): repeatable, independent, of the right distribution, moving no global RNG."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_elastic.axes import AxisSpec, ElasticAxis, ElasticSpace, SubmodelPlan
+from megatron_elastic.errors import ConfigError
+from megatron_elastic.router import sampling
+
+HIDDEN, FFN = AxisSpec(ElasticAxis.HIDDEN, (8, 6, 4), 1), AxisSpec(ElasticAxis.FFN, (16, 8), 8)
+PARENT = SubmodelPlan.of({ElasticAxis.HIDDEN: 8, ElasticAxis.FFN: 16})
+SPACE = ElasticSpace((HIDDEN, FFN), PARENT)
+PROBABILITIES = {"full": 0.5, "medium": 0.3, "small": 0.2}
+
+
+def test_draws_are_pinned_across_versions():
+    """A run must take the same decisions after an upgrade: these values are part of the format."""
+    drawn = [sampling.draw_budget(7, "short", step, 0, PROBABILITIES) for step in range(8)]
+    assert drawn == PINNED
+    assert sampling.uniform("x", 1) == pytest.approx(PINNED_UNIFORM, abs=0)
+
+
+def test_draws_have_the_probabilities():
+    counts = Counter(sampling.draw_budget(1, "s", step, group, PROBABILITIES) for step in range(1000) for group in range(4))
+    for name, probability in PROBABILITIES.items():
+        assert counts[name] / 4000 == pytest.approx(probability, abs=0.03)
+    assert {sampling.draw_budget(1, "s", step, 0, {"a": 0.0, "b": 1.0}) for step in range(50)} == {"b"}
+
+
+def test_every_part_of_the_key_matters():
+    base = sampling.gumbel_noise(1, "s", 2, 3, SPACE)[ElasticAxis.HIDDEN]
+    for other in [(9, "s", 2, 3), (1, "t", 2, 3), (1, "s", 9, 3), (1, "s", 2, 9), (1, "s", 3, 2)]:
+        assert not torch.equal(sampling.gumbel_noise(*other, SPACE)[ElasticAxis.HIDDEN], base)
+    assert torch.equal(sampling.gumbel_noise(1, "s", 2, 3, SPACE)[ElasticAxis.HIDDEN], base)
+    alone = ElasticSpace((FFN,), PARENT)
+    assert torch.equal(sampling.gumbel_noise(1, "s", 2, 3, alone)[ElasticAxis.FFN], sampling.gumbel_noise(1, "s", 2, 3, SPACE)[ElasticAxis.FFN])
+
+
+def test_noise_is_gumbel():
+    noise = torch.cat([sampling.gumbel_noise(0, "s", step, 0, SPACE)[ElasticAxis.HIDDEN] for step in range(3000)])
+    assert float(noise.mean()) == pytest.approx(0.5772, abs=0.05)
+    assert float(noise.var()) == pytest.approx(torch.pi**2 / 6, rel=0.06)
+
+
+def test_choices_follow_the_softmax_of_scaled_logits():
+    logits, scale = torch.tensor([0.3, -0.2, 0.1]), 2.0
+    wins = Counter(
+        int(sampling.relaxed_choice(logits, sampling.gumbel_noise(4, "s", step, 0, SPACE)[ElasticAxis.HIDDEN], 0.05, scale).argmax())
+        for step in range(3000)
+    )
+    for choice, probability in enumerate((scale * logits).softmax(0).tolist()):
+        assert wins[choice] / 3000 == pytest.approx(probability, abs=0.03)
+
+
+def test_no_global_generator_moves():
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    sampling.draw_budget(1, "s", 0, 0, PROBABILITIES)
+    sampling.gumbel_noise(1, "s", 0, 0, SPACE)
+    sampling.derived_generator("x", 1)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert np.array_equal(np.random.get_state()[1], states[2])
+
+
+def test_relaxed_choice_formula_and_gradient():
+    logits = torch.tensor([0.5, -1.0, 0.2], dtype=torch.float64, requires_grad=True)
+    noise = torch.tensor([0.1, 0.9, -0.3])
+    pi = sampling.relaxed_choice(logits, noise, 0.7, 3.0)
+    torch.testing.assert_close(pi, ((3.0 * logits + noise.double()) / 0.7).softmax(0))
+    assert torch.autograd.gradcheck(lambda x: sampling.relaxed_choice(x, noise, 0.7, 3.0), (logits,))
+
+
+def test_groups():
+    assert [sampling.group_of_sample(i, 4) for i in (0, 3, 4, 11)] == [0, 0, 1, 2]
+    assert sampling.check_groups(8, 2, 4, 32) == []
+    assert "not a multiple of the 8 samples" in sampling.check_groups(4, 2, 4, 32)[0]
+    assert "does not divide the global batch of 12" in sampling.check_groups(8, 2, 4, 12)[0]
+    assert len(sampling.check_groups(5, 2, 1, 12)) == 2
+    assert sampling.check_groups(0, 1, 1, 4) != []
+
+
+def test_bad_probabilities_are_reported():
+    assert sampling.check_probabilities(PROBABILITIES) == []
+    problems = sampling.check_probabilities({"a": -0.5, "b": 0.5}, "stages.0.budget_probabilities")
+    assert "stages.0.budget_probabilities.a: probability -0.5" in problems[0]
+    assert "sum to 0" in problems[1]
+    with pytest.raises(ConfigError, match="no budget has a positive probability"):
+        sampling.draw_budget(0, "s", 0, 0, {"a": 0.0})
+
+
+PINNED = []
+PINNED_UNIFORM = 0.0
