@@ -31,7 +31,7 @@ test-slow: ## The slow tests
 	@$(PYTEST) -m "slow and not gpu"
 
 test-latest: ## The smoke tests on Python 3.12 and the latest megatron-core
-	@python=$$(scripts/find_python.sh 3.12) || { echo "error: no working Python 3.12 (tried python3.12 and pyenv); install one" >&2; exit 2; }; \
+	@python=$$(scripts/find_python.sh 3.12) || { echo "error: no working Python 3.12, tried python3.12 and pyenv; install one" >&2; exit 2; }; \
 	PYTHON=$$python OMP_NUM_THREADS=1 $(PYTEST) -m smoke
 
 lint: ## ruff, codespell and pyright

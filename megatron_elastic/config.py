@@ -69,6 +69,8 @@ class RouterConfig:
     """Weight of |cost/target - 1| against the distillation loss."""
     tolerance: tuple[float, float] = (0.05, 0.02)
     """Relative deviation from a target without loss, at the start and the end; the end is what a plan must meet."""
+    nest: Literal["check", "enforce"] = "check"
+    """Whether a smaller budget that is wider than a larger one is an error, or is narrowed."""
     clip_grad: float = 1.0
     """Largest norm of the router's gradient."""
 
@@ -197,6 +199,8 @@ class Recipe:
     """Version of this format."""
     model: ModelShape
     """The parent."""
+    parent: str | None = None
+    """A checkpoint of the parent to start from (a run or a checkpoint directory); null: a stage with elastic: false trains it."""
     run_dir: str = "runs/default"
     """Where everything of the run is written."""
     precision: Literal["fp32"] = "fp32"

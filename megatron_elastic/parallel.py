@@ -89,7 +89,6 @@ class ParallelContext:
             context_parallel_size=context,
             expert_model_parallel_size=expert,
             expert_tensor_parallel_size=expert_tensor,
-            create_gloo_process_groups=backend != "gloo",
         )
         model_parallel_cuda_manual_seed(seed)
         groups = ProcessGroupCollection.use_mpu_process_groups()

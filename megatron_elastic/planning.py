@@ -42,9 +42,7 @@ def reachable(space: ElasticSpace, shape: ModelShape, cost: Cost) -> tuple[float
     return plan_cost(shape, smallest, cost), plan_cost(shape, space.parent, cost)
 
 
-def nearest_plan(
-    space: ElasticSpace, shape: ModelShape, target: float, cost: Cost, *, within: SubmodelPlan | None = None
-) -> SubmodelPlan:
+def nearest_plan(space: ElasticSpace, shape: ModelShape, target: float, cost: Cost, *, within: SubmodelPlan | None = None) -> SubmodelPlan:
     """The plan nested in `within` (default: any plan) whose cost is nearest to `target`, an absolute cost.
 
     Exact in a space that is enumerated. Otherwise coordinate descent from the uniform plan, one or two axes at a time, which
@@ -101,7 +99,9 @@ def check_targets(
         if isinstance(target, SubmodelPlan):
             chosen = grid.is_plan(target)
             if not (chosen & inside).any():
-                problems.append(f"elastic.budgets.{name}: its pinned plan is not nested in the larger budgets; narrow it or reorder the budgets")
+                problems.append(
+                    f"elastic.budgets.{name}: its pinned plan is not nested in the larger budgets; narrow it or reorder the budgets"
+                )
         else:
             miss = np.where(inside, np.abs(grid.costs / target - 1), np.inf)
             chosen = miss <= max(tolerance, miss.min())
@@ -127,7 +127,9 @@ def _check_by_descent(
     for name, target in targets.items():
         if isinstance(target, SubmodelPlan):
             if not outer.contains(target):
-                problems.append(f"elastic.budgets.{name}: its pinned plan is not nested in the larger budgets; narrow it or reorder the budgets")
+                problems.append(
+                    f"elastic.budgets.{name}: its pinned plan is not nested in the larger budgets; narrow it or reorder the budgets"
+                )
             outer = target
         else:
             outer = _descend(space, shape, target, cost, outer)

@@ -116,7 +116,9 @@ def _layout_problems(recipe: Recipe) -> list[str]:
         sizes |= {"moe.ffn": model.moe.ffn, "moe.shared_ffn": model.moe.shared_ffn or 0}
     if model.mamba and "M" in model.layer_pattern:
         sizes |= {"mamba.heads": model.mamba.heads, "mamba.groups": model.mamba.groups}
-    found = [f"parallel.tensor {parallel.tensor} does not divide model.{key} {size}" for key, size in sizes.items() if size % parallel.tensor]
+    found = [
+        f"parallel.tensor {parallel.tensor} does not divide model.{key} {size}" for key, size in sizes.items() if size % parallel.tensor
+    ]
     if model.attention and "*" in model.layer_pattern:
         kv = model.attention.kv_groups
         if kv % parallel.tensor and parallel.tensor % kv:

@@ -5,6 +5,7 @@ Everything wrong is reported with its full key and, for an unknown key, the near
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import re
@@ -24,7 +25,9 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"), list("-+0123456789.")
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"),
+    list("-+0123456789."),
 )
 # Integers must win over the wider float pattern above: the first resolver that matches decides.
 for _first in "-+0123456789":
@@ -46,7 +49,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """`data` with `key.sub=value` assignments applied; values are YAML; a stage is named as `stages.NAME.key`."""
-    data = yaml.load(yaml.safe_dump(data), Loader=_Loader)  # noqa: S506 - a deep copy of plain data
+    data = copy.deepcopy(data)  # keeps the order of keys: the first budget is the parent
     for text in overrides:
         key, sign, value = text.partition("=")
         if not sign or not key:
@@ -57,7 +60,9 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
             if isinstance(node, list):
                 named = [item for item in node if isinstance(item, dict) and item.get("name") == name]
                 if not named:
-                    raise ConfigError(f"override {text!r}: no stage is named {name!r}; stages: {', '.join(str(i.get('name')) for i in node)}")
+                    raise ConfigError(
+                        f"override {text!r}: no stage is named {name!r}; stages: {', '.join(str(i.get('name')) for i in node)}"
+                    )
                 node = named[0]
             else:
                 child = node.get(name)
@@ -84,8 +89,11 @@ def key_problems(data: Any, kind: Any, path: str = "") -> list[str]:
     if origin in (typing.Union, types.UnionType):
         if data is None and type(None) in args:
             return []
-        inner = [arg for arg in args if arg is not type(None) and (isinstance(data, dict) or not dataclasses.is_dataclass(arg))]
-        return key_problems(data, inner[0] if len(inner) == 1 or bool not in args else bool, path)
+        others = [arg for arg in args if arg is not type(None)]
+        parts = [arg for arg in others if dataclasses.is_dataclass(arg)]
+        if len(others) == 1 or (parts and isinstance(data, dict)):
+            return key_problems(data, (parts or others)[0], path)
+        return [_wrong(key, data, "a number")] if isinstance(data, bool) and bool not in args else []
     if origin is tuple:
         if not isinstance(data, list):
             return [_wrong(key, data, "a list")]
@@ -104,7 +112,9 @@ def _field_problems(data: dict[str, Any], kind: Any, path: str) -> list[str]:
             problems += key_problems(value, hints[name], f"{path}{name}.")
         else:
             near = difflib.get_close_matches(str(name), hints, 1)
-            problems.append(f"{path}{name} is not a known key; " + (f"did you mean {path}{near[0]}?" if near else f"keys: {', '.join(hints)}"))
+            problems.append(
+                f"{path}{name} is not a known key; " + (f"did you mean {path}{near[0]}?" if near else f"keys: {', '.join(hints)}")
+            )
     return problems
 
 

@@ -135,7 +135,7 @@ class ModelShape:
             found.append(f"model.mamba.heads {self.mamba.heads} is not a multiple of groups {self.mamba.groups}")
         if self.moe and self.moe.topk > self.moe.experts:
             found.append(f"model.moe.topk {self.moe.topk} is above experts {self.moe.experts}")
-        if self.moe and self.linear_bias:
+        if "E" in self.layer_pattern and self.linear_bias:
             found.append("model.linear_bias with a mixture of experts is not supported by megatron-core's shared expert; set it to false")
         return found
 

@@ -1,4 +1,4 @@
-"""Weights of components and layers follow their definition (a sum over the choices that keep them), one-hot exactly, with right gradients."""
+"""Weights of components and layers are sums over the choices that keep them, exact for one-hot decisions, with right gradients."""
 
 from __future__ import annotations
 

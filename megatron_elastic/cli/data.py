@@ -19,12 +19,16 @@ SECONDS_BEFORE_PROGRESS = 5.0
 
 
 def command(
-    sources: Annotated[list[str], typer.Argument(metavar="SOURCE...", help="Text files, directories, JSONL files, or 'stdlib': Python's own sources.")],
+    sources: Annotated[
+        list[str], typer.Argument(metavar="SOURCE...", help="Text files, directories, JSONL files, or 'stdlib': Python's own sources.")
+    ],
     out: Annotated[Path, typer.Option(help="Directory to write.")],
     tokenizer: Annotated[str, typer.Option(help="'byte', a tokenizer.json, or a directory with one.")] = "byte",
     eod: Annotated[str | None, typer.Option(help="Word that ends a document; default: the tokenizer's own.")] = None,
     holdout: Annotated[float, typer.Option(help="Fraction of the documents held out, by the hash of their names.")] = 0.05,
-    include: Annotated[list[str] | None, typer.Option(help="File names read in directories; may be repeated. Default: *.py *.txt *.md *.rst")] = None,
+    include: Annotated[
+        list[str] | None, typer.Option(help="File names read in directories; may be repeated. Default: *.py *.txt *.md *.rst")
+    ] = None,
     key: Annotated[str, typer.Option(help="Entry of a JSONL record that holds its text.")] = "text",
     seed: Annotated[int, typer.Option(help="Seed of the split.")] = 0,
     max_bytes: Annotated[int | None, typer.Option(help="Read at most this many bytes.")] = None,

@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 def command(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, such as recipes/demo_hybrid.yaml.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace the recipe's.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace the recipe's.")] = None,
     weight_format: Annotated[str, typer.Option("--format", help="Weight format: bf16, fp32, fp8 or nvfp4.")] = "bf16",
     sequence_length: Annotated[
         int | None, typer.Option(help="Tokens of a sequence, for FLOPs. Default: the last stage's, else the longest of the model.")
     ] = None,
 ) -> None:
-    """Print the size and the widths of every budget of a recipe. Needs no weights and no torch.
+    """Print the size and the widths of every budget of a recipe.
 
-    A budget that pins a plan shows that plan; any other shows the uniform plan at its target, which is what an untrained router
-    would choose; a trained one may choose better.
+    Needs no weights and no torch. A budget that pins a plan shows that plan;
+    any other the plan nearest to its target that shrinks all axes most alike.
 
     \b
     Examples:
       megatron-elastic plan recipes/nemotron_3_nano_30b.yaml
-      megatron-elastic plan recipes/nemotron_3_nano_30b.yaml --format nvfp4 --sequence-length 131072
-      megatron-elastic plan recipes/demo_hybrid.yaml elastic.budgets.small=0.5
+      megatron-elastic plan recipes/nemotron_3_nano_30b.yaml --format nvfp4
+      megatron-elastic plan recipes/demo_hybrid.yaml --sequence-length 512 elastic.budgets.small=0.5
     """
     from megatron_elastic.preflight import check_sequence_length, cost_sequence_length
 
@@ -49,7 +49,7 @@ def command(
         typer.echo("")
         _print_aligned(_table(_axis_rows(space)))
         typer.echo("\n" + _reach(loaded, space))
-    typer.echo(f"FLOPs: one forward pass, {length:,}-token sequences. Weights: {weight_format}.")
+    typer.echo(f"\nFLOPs: one forward pass, {length:,}-token sequences. Weights: {weight_format}.")
 
 
 def budget_rows(recipe: Recipe, weight_format: str, sequence_length: int) -> list[dict[str, str]]:

@@ -15,11 +15,11 @@ from megatron_elastic.shape import parent_plan
 
 def command(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, such as recipes/demo_hybrid.yaml.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace the recipe's.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace the recipe's.")] = None,
 ) -> None:
-    """Check a recipe without importing torch: its keys, shapes, elastic space, layout, budgets and batches.
+    """Check a recipe: its keys, shapes, choices, layout, budgets and batches.
 
-    Prints a summary, or every problem at once and exits with a code other than 0.
+    Needs no torch. Prints a summary, or every problem and exits with code 2.
 
     \b
     Examples:
@@ -41,9 +41,13 @@ def summary(recipe: Recipe, source: str) -> list[str]:
         f"parent: {total_params(model, widths):,} parameters, {active_params(model, widths):,} active, {model.num_layers} layers",
     ]
     if recipe.elastic is not None:
-        lines.append(f"budgets: {', '.join(recipe.elastic.budgets)}; elastic axes: {', '.join(recipe.elastic.axes)}; cost: {recipe.elastic.cost}")
+        lines.append(
+            f"budgets: {', '.join(recipe.elastic.budgets)}; elastic axes: {', '.join(recipe.elastic.axes)}; cost: {recipe.elastic.cost}"
+        )
     for stage in recipe.stages:
         tokens = stage.total_steps * stage.global_batch_size * stage.sequence_length
         kind = "elastic" if stage.elastic else "parent"
-        lines.append(f"stage {stage.name} ({kind}): {stage.total_steps:,} steps of {stage.global_batch_size} x {stage.sequence_length:,}, {tokens:,} tokens")
+        lines.append(
+            f"stage {stage.name} ({kind}): {stage.total_steps:,} steps of {stage.global_batch_size} x {stage.sequence_length:,}, {tokens:,} tokens"
+        )
     return lines

@@ -90,7 +90,9 @@ def _problems(info: DataInfo, bytes_per_token: int, vocab_size: int | None) -> l
         tokens, index = Path(info.prefix(name) + ".bin"), Path(info.prefix(name) + ".idx")
         problems += [f"{file.name} is missing; write the directory again" for file in (tokens, index) if not file.is_file()]
         if tokens.is_file() and tokens.stat().st_size != split.tokens * bytes_per_token:
-            problems.append(f"{tokens.name} has {tokens.stat().st_size} bytes, not {split.tokens * bytes_per_token}; write the directory again")
+            problems.append(
+                f"{tokens.name} has {tokens.stat().st_size} bytes, not {split.tokens * bytes_per_token}; write the directory again"
+            )
     if vocab_size is not None and info.vocab_size > vocab_size:
         problems.append(
             f"a token id outside the vocabulary: ids of tokenizer {info.tokenizer!r} run up to {info.vocab_size - 1}, "

@@ -62,7 +62,11 @@ def find_files(sources: Sequence[str], include: Sequence[str] = DEFAULT_INCLUDE)
         label = STDLIB if source == STDLIB else root.resolve().name
         files = list(_walk(root, label, include)) if root.is_dir() else [TextFile(label, root, root.stat().st_size)]
         if not any(file.size for file in files):
-            problems.append(f"source {source!r} is empty: no file with text named {', '.join(include)}" if root.is_dir() else f"source {source!r} is empty")
+            problems.append(
+                f"source {source!r} is empty: no file with text named {', '.join(include)}"
+                if root.is_dir()
+                else f"source {source!r} is empty"
+            )
         for file in files:
             found.setdefault(file.path.resolve(), file)
     raise_all(DataError, problems, "data")

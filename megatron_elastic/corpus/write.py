@@ -58,14 +58,16 @@ def write_data(options: CorpusOptions, out: Path, *, overwrite: bool = False, pr
     overwrite: replace a data directory that is already there; anything else is never replaced.
     Raises DataError for missing, empty or unreadable sources, an output that exists, text too small to split, or a full disk.
     """
-    _check_output(out, overwrite)
+    _check_output(out, overwrite=overwrite)
     if not 0 < options.holdout < 1:
         raise DataError(f"--holdout {options.holdout} must be between 0 and 1")
     if options.max_bytes is not None and options.max_bytes < 1:
         raise DataError(f"--max-bytes {options.max_bytes} must be at least 1")
     tokenizer = open_tokenizer(options.tokenizer, options.eod)
     if tokenizer.vocab_size > np.iinfo(np.int32).max:
-        raise DataError(f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} words; the indexed format holds ids up to {np.iinfo(np.int32).max}")
+        raise DataError(
+            f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} words; the indexed format holds ids up to {np.iinfo(np.int32).max}"
+        )
     files = find_files(options.sources, options.include)
     if options.max_bytes is not None:
         files = limit_bytes(files, options.max_bytes, options.seed)
@@ -76,7 +78,7 @@ def write_data(options: CorpusOptions, out: Path, *, overwrite: bool = False, pr
     return open_data(out)
 
 
-def _check_output(out: Path, overwrite: bool) -> None:
+def _check_output(out: Path, *, overwrite: bool) -> None:
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not overwrite:
@@ -171,7 +173,7 @@ def _check_splits(splits: dict[str, _Split], options: CorpusOptions, files: int)
     for name, split in splits.items():
         if split.documents == 0:
             raise DataError(
-                f"none of the {documents} documents falls into the {name} split with --holdout {options.holdout} and --seed {options.seed}; "
+                f"none of the {documents} documents is in the {name} split with --holdout {options.holdout} and --seed {options.seed}; "
                 "give more files, another --holdout or another --seed"
             )
 
@@ -179,7 +181,9 @@ def _check_splits(splits: dict[str, _Split], options: CorpusOptions, files: int)
 def _tokens(document: Document, tokenizer: Tokenizer) -> np.ndarray:
     ids = np.append(tokenizer.encode(document.text), tokenizer.eod)
     if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
-        raise DataError(f"{document.name}: tokenizer {tokenizer.name!r} gives id {ids.max()}, a token id outside the vocabulary of {tokenizer.vocab_size}")
+        raise DataError(
+            f"{document.name}: tokenizer {tokenizer.name!r} gives id {ids.max()}, outside the vocabulary of {tokenizer.vocab_size}"
+        )
     return ids
 
 

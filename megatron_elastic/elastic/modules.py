@@ -27,9 +27,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_elastic.axes import ElasticAxis
 from megatron_elastic.elastic.decision import Decision, Mode, Slot
-from megatron_elastic.elastic.linear import ElasticColumnLinear, LinearSite, rms_scale, select
+from megatron_elastic.elastic.linear import ElasticColumnLinear, LinearSite, rms_scale
 from megatron_elastic.layout import Dim
 from megatron_elastic.models.local_layers import LayerNormColumnParallelLinear, LocalRMSNorm
+from megatron_elastic.runs import select
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ Shapes: b batch, l tokens, h heads, p channels of a head, g groups that share B 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -142,17 +144,44 @@ def causal_conv1d_fn(
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, activation: str | None) -> Tensor:
-    """`causal_conv1d_fn` on [b, l, channels]: a sum of shifted products, which on a CPU beats a grouped convolution."""
-    taps = weight.shape[1]
-    y = x * weight[:, -1]
-    for back in range(1, min(taps, x.shape[1])):
-        shifted = x[:, :-back]
-        if seq_idx is not None:
-            shifted = shifted * (seq_idx[:, back:] == seq_idx[:, :-back])[..., None]
-        y = y + F.pad(shifted * weight[:, -1 - back], (0, 0, back, 0))
-    if bias is not None:
-        y = y + bias
-    return F.silu(y) if activation in ("silu", "swish") else y
+    """`causal_conv1d_fn` on [b, l, channels]."""
+    work = torch.promote_types(x.dtype, torch.float32)
+    start = x.new_zeros(x.shape[-1], dtype=work) if bias is None else bias.to(work)
+    y = _CausalConvolution.apply(x.to(work), weight.to(work), start, seq_idx)
+    return (F.silu(y) if activation in ("silu", "swish") else y).to(x.dtype)
+
+
+class _CausalConvolution(torch.autograd.Function):
+    """A sum of shifted products, accumulated in place: on a CPU four times as fast as torch's grouped convolution, which also wants a transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor | None) -> Tensor:
+        """x: [b, l, channels]. weight: [channels, taps]. bias: [channels]. seq_idx: [b, l]."""
+        ctx.save_for_backward(x, weight, seq_idx)
+        by_tap = weight.t().contiguous()
+        y = torch.addcmul(bias, x, by_tap[-1])
+        for back in range(1, min(by_tap.shape[0], x.shape[1])):
+            y[:, back:].addcmul_(_within(x[:, :-back], seq_idx, back), by_tap[-1 - back])
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Gradients of x, weight and bias."""
+        x, weight, seq_idx = ctx.saved_tensors
+        grad, by_tap = grads[0].contiguous(), weight.t().contiguous()
+        grad_x, grad_taps = grad * by_tap[-1], torch.zeros_like(by_tap)
+        grad_taps[-1] = (grad * x).sum((0, 1))
+        for back in range(1, min(by_tap.shape[0], x.shape[1])):
+            later = _within(grad[:, back:], seq_idx, back)
+            grad_x[:, :-back].addcmul_(later, by_tap[-1 - back])
+            grad_taps[-1 - back] = (later * x[:, :-back]).sum((0, 1))
+        return grad_x, grad_taps.t(), grad.sum((0, 1)), None
+
+
+def _within(t: Tensor, seq_idx: Tensor | None, back: int) -> Tensor:
+    """t [b, l - back, channels] with zeros where the token and the one `back` before it are of different documents."""
+    return t if seq_idx is None else t * (seq_idx[:, back:] == seq_idx[:, :-back])[..., None]
 
 
 def rms_norm_gated(x: Tensor, weight: Tensor, z: Tensor | None, eps: float, group_size: int, norm_before_gate: bool) -> Tensor:

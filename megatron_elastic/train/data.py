@@ -36,9 +36,7 @@ class DatasetTokenizer:
         self.eod = info.eod
         self.pad = -1  # no id is padding; a padded tail is recognised by this value and masked from the loss
         self.special_tokens_dict: dict[str, int] = {"eod": info.eod}
-        self.unique_identifiers = OrderedDict(
-            vocab_size=info.vocab_size, eod=info.eod, train=info.train.sha256, valid=info.valid.sha256
-        )
+        self.unique_identifiers = OrderedDict(vocab_size=info.vocab_size, eod=info.eod, train=info.train.sha256, valid=info.valid.sha256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +128,9 @@ def batches(
     return _batches(dataset, global_batch_size, micro_batch_size, data_rank, data_size, consumed_samples)
 
 
-def _batches(dataset: GPTDataset, global_batch: int, micro_batch: int, data_rank: int, data_size: int, consumed: int) -> Iterator[MicroBatch]:
+def _batches(
+    dataset: GPTDataset, global_batch: int, micro_batch: int, data_rank: int, data_size: int, consumed: int
+) -> Iterator[MicroBatch]:
     for start in range(consumed, len(dataset) - global_batch + 1, global_batch):
         for first in range(data_rank * micro_batch, global_batch, data_size * micro_batch):
             yield _pack([dataset[start + first + n] for n in range(micro_batch)], first)

@@ -64,6 +64,7 @@ def test_budgets_run_from_large_to_small_and_interpolate():
     assert router.position_of_target(400.0) == 0
     assert router.position_of_target(250.0) == 0.75
     assert router.position_of_target(150.0) == 1.5
+    assert router.position_of_target(190.0) == pytest.approx(1.1)
     assert router.position_of_target(100.0) == 2
 
 

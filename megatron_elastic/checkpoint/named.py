@@ -1,0 +1,172 @@
+"""Full tensors of a checkpoint by name, read and written one at a time: no model, no GPU, no process group.
+
+Names are those of `layout.full_shapes`. megatron-core saves some parameters in parts, so that every part can be cut over ranks
+by itself; here a name is always the whole parameter.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # the entry its own reader expects in a file's index
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+
+from megatron_elastic.axes import ElasticSpace, SubmodelPlan
+from megatron_elastic.checkpoint.files import CheckpointKind, Description, new_checkpoint, open_checkpoint
+from megatron_elastic.errors import CheckpointError, raise_all
+from megatron_elastic.layout import full_shapes
+from megatron_elastic.shape import ModelShape
+
+_NOT_WEIGHTS = ("optimizer.", "common_state/")
+_MEGATRON_METADATA = (
+    '{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}'
+)
+
+
+def parts_of(name: str, shape: ModelShape) -> dict[str, int]:
+    """The keys a checkpoint stores parameter `name` under, each with its size along dim 0, in order; {name: 0} when it is stored whole.
+
+    megatron-core's MambaMixer splits in_proj into z, x, B, C, dt and the convolution into x, B, C.
+    """
+    if ".mixer.in_proj.weight" not in name and ".mixer.conv1d." not in name:
+        return {name: 0}
+    mamba = shape.mamba
+    assert mamba is not None
+    inner, states = mamba.heads * mamba.head_dim, mamba.groups * mamba.state
+    parts = {"x": inner, "B": states, "C": states}
+    if ".mixer.in_proj." in name:
+        parts = {"z": inner, **parts, "dt": mamba.heads}
+    return {f"{name}.{part}": size for part, size in parts.items()}
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads the index once instead of once for each tensor."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._index = super().read_metadata()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._index
+
+
+class NamedTensors(Mapping[str, Tensor]):
+    """The weights of a checkpoint: a mapping from name to full tensor that reads one tensor each time it is asked.
+
+    path: a checkpoint of any parallel layout. `info` says what it is. Iteration follows `layout.full_shapes`.
+    Raises CheckpointError when the checkpoint is missing, half-written, or its tensors are not those of its own shape.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.info = open_checkpoint(path)
+        """The description of the checkpoint."""
+        self._reader = _Reader(path)
+        self._stored = {
+            key: entry
+            for key, entry in self._reader.read_metadata().state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata) and not key.startswith(_NOT_WEIGHTS)
+        }
+        self._shapes = full_shapes(self.info.shape)
+        raise_all(CheckpointError, self._problems(), f"checkpoint {str(path)!r} is not of the model it describes")
+
+    def _problems(self) -> list[str]:
+        wanted = dict(entry for name, shape in self._shapes.items() for entry in _part_shapes(name, shape, self.info.shape))
+        problems = [f"{key} is missing" for key in wanted if key not in self._stored]
+        problems += [f"{key} is not one of the model's tensors" for key in self._stored if key not in wanted]
+        for key, entry in self._stored.items():
+            if key in wanted and tuple(entry.size) != wanted[key]:
+                problems.append(f"{key} has shape {list(entry.size)}, not {list(wanted[key])}")
+        return problems
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The full tensor `name`, on the CPU. Raises KeyError for a name the model has not."""
+        if name not in self._shapes:
+            raise KeyError(name)
+        parts = {key: torch.empty(self._stored[key].size, dtype=self.dtype_of(name)) for key in parts_of(name, self.info.shape)}
+        dcp.load(parts, storage_reader=self._reader, no_dist=True)
+        return torch.cat(list(parts.values())) if len(parts) > 1 else parts[next(iter(parts))]
+
+    def __iter__(self) -> Iterator[str]:
+        """Names, without reading anything."""
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        """How many tensors there are."""
+        return len(self._shapes)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a full tensor, without reading it."""
+        return self._shapes[name]
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The type of a tensor, without reading it."""
+        return self._stored[next(iter(parts_of(name, self.info.shape)))].properties.dtype
+
+
+def _part_shapes(name: str, shape: tuple[int, ...], model: ModelShape) -> list[tuple[str, tuple[int, ...]]]:
+    return [(key, (size or shape[0], *shape[1:])) for key, size in parts_of(name, model).items()]
+
+
+@dataclass(slots=True)
+class _Index:
+    """The index of a checkpoint while its tensors are written."""
+
+    tensors: dict[str, TensorStorageMetadata] = field(default_factory=dict)
+    places: dict[MetadataIndex, _StorageInfo] = field(default_factory=dict)
+
+    def add(self, key: str, tensor: Tensor, place: _StorageInfo) -> None:
+        """Enter a tensor that was written in one piece."""
+        origin = torch.Size([0] * tensor.dim())
+        self.tensors[key] = TensorStorageMetadata(
+            TensorProperties.create_from_tensor(tensor), tensor.size(), [ChunkStorageMetadata(origin, tensor.size())]
+        )
+        self.places[MetadataIndex(key, origin, 0)] = place
+
+    def metadata(self) -> Metadata:
+        """What torch.distributed.checkpoint keeps in `.metadata`."""
+        return Metadata(state_dict_metadata=dict(self.tensors), planner_data=None, storage_data=self.places)
+
+
+def write_named(
+    directory: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    shape: ModelShape,
+    *,
+    space: ElasticSpace | None = None,
+    plans: Mapping[str, SubmodelPlan] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a checkpoint of the model alone from full tensors, holding one of them at a time.
+
+    tensors: (name, tensor) for every name of `layout.full_shapes(shape)`, in any order. space, plans: the family, when the model is one.
+    Any layout loads it strictly. Raises CheckpointError when `directory` exists, a tensor is missing, unknown, twice there or of another
+    shape, or the disk is full; nothing is left under the final name then.
+    """
+    description = Description(kind=CheckpointKind.MODEL, shape=shape, space=space, plans=plans or {}, provenance=provenance or {})
+    waiting = full_shapes(shape)
+    index = _Index()
+    with new_checkpoint(directory, description) as temporary:
+        with (temporary / "__0_0.distcp").open("wb") as stream:
+            for name, tensor in tensors:
+                wanted = waiting.pop(name, None)
+                if wanted is None:
+                    raise CheckpointError(f"{name} was given twice or is not one of the model's tensors")
+                if tuple(tensor.shape) != wanted:
+                    raise CheckpointError(f"{name} has shape {list(tensor.shape)}, not {list(wanted)}")
+                sizes = [size or wanted[0] for size in parts_of(name, shape).values()]
+                for key, part in zip(parts_of(name, shape), tensor.detach().split(sizes), strict=True):
+                    start = stream.tell()
+                    whole = part.to("cpu").contiguous().clone()  # a view would bring its whole storage along
+                    torch.save(whole, stream)
+                    index.add(key, whole, _StorageInfo("__0_0.distcp", start, stream.tell() - start))
+        raise_all(CheckpointError, [f"{name} was not given" for name in waiting], f"checkpoint {str(directory)!r}")
+        (temporary / ".metadata").write_bytes(pickle.dumps(index.metadata()))
+        torch.save({}, temporary / "common.pt")
+        (temporary / "metadata.json").write_text(_MEGATRON_METADATA, encoding="utf-8")

@@ -1,0 +1,62 @@
+"""What is saved: the model's shards, the optimizer's, and plain data, as one sharded state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.transformer.module import Float16Module
+
+from megatron_elastic.checkpoint.sharded.optimizer import sharded_state
+from megatron_elastic.parallel import ParallelContext
+
+MODEL, OPTIMIZER, RUN = "model", "optimizer", "run"
+"""Entries of the state dict."""
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """The module inside megatron-core's data-parallel and half-precision wrappers."""
+    while isinstance(model, DistributedDataParallel | Float16Module):
+        model = model.module
+    return model
+
+
+def sharding_metadata(parallel: ParallelContext) -> dict[str, Any]:
+    """How megatron-core lays state out in a checkpoint: loadable at any layout, optimizer keys without the optimizer's number."""
+    return {
+        "dp_cp_group": parallel.dp_cp,
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+    }
+
+
+def build_state(
+    model: torch.nn.Module,
+    optimizer: MegatronOptimizer | None,
+    run_state: Mapping[str, Any] | None,
+    parallel: ParallelContext,
+    *,
+    is_loading: bool,
+) -> ShardedStateDict:
+    """The sharded state dict of a model, its optimizer and plain data."""
+    metadata = sharding_metadata(parallel)
+    state: ShardedStateDict = {MODEL: unwrap(model).sharded_state_dict(metadata=metadata)}
+    if optimizer is not None:
+        state[OPTIMIZER] = sharded_state(optimizer, state[MODEL], metadata, is_loading=is_loading)
+    if run_state is not None:
+        state[RUN] = dict(run_state)
+    return state
+
+
+def drop_extra_states(state: ShardedStateDict) -> ShardedStateDict:
+    """`state` without the `_extra_state` objects: statistics of 8-bit training, empty in every precision we support."""
+    return {
+        key: drop_extra_states(value) if isinstance(value, dict) else value
+        for key, value in state.items()
+        if not (isinstance(value, ShardedObject) and value.key.endswith("_extra_state"))
+    }

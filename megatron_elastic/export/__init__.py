@@ -1,0 +1,1 @@
+"""Sub-models as checkpoints of their own, and the proof that they compute what the family computes."""

@@ -1,0 +1,59 @@
+"""Cut the sub-model of a plan out of the parent's named tensors: a pure function, streamed tensor by tensor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+from megatron_elastic.axes import ElasticSpace, SubmodelPlan
+from megatron_elastic.layout import axis_groups, dims_of, kept_widths, submodel_name
+from megatron_elastic.runs import select
+from megatron_elastic.shape import ModelShape
+
+
+def extract(
+    tensors: Iterable[tuple[str, torch.Tensor]], shape: ModelShape, space: ElasticSpace, plan: SubmodelPlan
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of the sub-model of `plan`, of shape `resize(shape, plan)`, from the parent's full tensors.
+
+    Names are those of `layout`; layers are renumbered. Each result owns its memory. Raises PlanError for a plan outside the space and
+    CheckpointError for a tensor the parent does not have.
+    """
+    space.check(plan)
+    groups, kept = axis_groups(space), kept_widths(space, plan)
+    for name, tensor in tensors:
+        new = submodel_name(name, plan)
+        if new is None:
+            continue
+        for dim, entries in enumerate(dims_of(name, shape, groups)):
+            tensor = select(tensor, dim, entries.runs(kept))
+        yield new, tensor.clone(memory_format=torch.contiguous_format)
+
+
+_LOCAL_EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(.+)")
+
+
+def stack_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Named tensors with one tensor per expert (`experts.local_experts.K.*`, as a model has them) in the stacked form of checkpoints."""
+    stacked: dict[str, dict[int, torch.Tensor]] = {}
+    result = {}
+    for name, tensor in tensors.items():
+        match = _LOCAL_EXPERT.fullmatch(name)
+        if match is None:
+            result[name] = tensor
+        else:
+            stacked.setdefault(f"{match[1]}.experts.{match[3]}", {})[int(match[2])] = tensor
+    return result | {name: torch.stack([parts[n] for n in range(len(parts))]) for name, parts in stacked.items()}
+
+
+def unstack_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse of `stack_experts`."""
+    result = {}
+    for name, tensor in tensors.items():
+        if ".experts.experts." in name:
+            result |= {name.replace(".experts.experts.", f".experts.local_experts.{n}."): part for n, part in enumerate(tensor)}
+        else:
+            result[name] = tensor
+    return result

@@ -1,0 +1,172 @@
+"""What happens around the steps: progress, scalars, evaluation, checkpoints. Each is a callback; the loop knows none of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from megatron_elastic.router.finalize import hardened
+from megatron_elastic.router.schedules import logit_scale, temperature
+from megatron_elastic.train.evaluate import held_out_losses
+from megatron_elastic.train.run import Run
+from megatron_elastic.train.step import StepMetrics
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Callback:
+    """Hooks of the loop; every rank calls every one of them."""
+
+    def on_stage_start(self, run: Run) -> None:
+        """Before the first step of a stage in this process."""
+
+    def on_step(self, run: Run, metrics: StepMetrics) -> None:
+        """After a step; `run.step` is the next one."""
+
+    def on_stage_end(self, run: Run) -> None:
+        """After the last step of a stage."""
+
+
+class Record:
+    """metrics.jsonl and TensorBoard scalars of a run, written by the main rank."""
+
+    def __init__(self, run: Run) -> None:
+        self._file: TextIO | None = None
+        self._writer: Any = None
+        if not run.parallel.is_main:
+            return
+        run.directory.mkdir(parents=True, exist_ok=True)
+        self._file = (run.directory / METRICS_FILE).open("a", encoding="utf-8")
+        if run.recipe.log.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(run.directory / "tensorboard"))
+
+    def write(self, kind: str, run: Run, step: int, values: dict[str, Any]) -> None:
+        """Append one row and its numbers as scalars; `step` counts inside the stage, scalars over the run."""
+        if self._file is None:
+            return
+        self._file.write(json.dumps({"kind": kind, "stage": run.stage.name, "step": step, "tokens": tokens_done(run, step), **values}) + "\n")
+        self._file.flush()
+        if self._writer is not None:
+            for tag, value in _flatten(f"{kind}", values):
+                self._writer.add_scalar(tag, value, steps_done(run, step))
+
+
+def _flatten(prefix: str, values: dict[str, Any]) -> list[tuple[str, float]]:
+    found = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            found += _flatten(f"{prefix}/{key}", value)
+        elif isinstance(value, int | float):
+            found.append((f"{prefix}/{key}", float(value)))
+    return found
+
+
+def steps_done(run: Run, step: int) -> int:
+    """Steps of the whole run up to `step` of the current stage."""
+    return sum(stage.total_steps for stage in run.recipe.stages[: run.stage_index]) + step
+
+
+def tokens_done(run: Run, step: int) -> int:
+    """Tokens of the whole run up to `step` of the current stage."""
+    done = sum(s.total_steps * s.global_batch_size * s.sequence_length for s in run.recipe.stages[: run.stage_index])
+    return done + step * run.stage.global_batch_size * run.stage.sequence_length
+
+
+class Progress(Callback):
+    """One line a step: losses per budget, tokens per second, cost of the decisions over their targets, time left."""
+
+    def __init__(self, record: Record) -> None:
+        self._record, self._started, self._first = record, time.perf_counter(), 0
+
+    def on_stage_start(self, run: Run) -> None:
+        """Start the clock of the stage."""
+        self._started, self._first = time.perf_counter(), run.step
+
+    def on_step(self, run: Run, metrics: StepMetrics) -> None:
+        """Write scalars; print the line."""
+        values = {
+            "loss": metrics.loss,
+            "by_budget": metrics.by_budget,
+            "cost_ratio": metrics.cost_ratio,
+            "lr": metrics.lr,
+            "grad_norm": metrics.grad_norm,
+            "router_grad_norm": metrics.router_grad_norm,
+            "tokens_per_second": metrics.tokens / metrics.seconds,
+        }
+        self._record.write("train", run, metrics.step, values)
+        if not run.parallel.is_main or run.step % run.recipe.log.interval:
+            return
+        left = (run.stage.total_steps - run.step) * (time.perf_counter() - self._started) / (run.step - self._first)
+        losses = "  ".join(f"{name} {value:.3f}" for name, value in metrics.by_budget.items())
+        costs = "  ".join(f"{name} {value:.2f}" for name, value in metrics.cost_ratio.items())
+        line = f"{metrics.stage} {run.step:>5}/{run.stage.total_steps}  loss {losses}"
+        line += f"  cost/target {costs}" if costs else ""
+        print(f"{line}  {metrics.tokens / metrics.seconds:,.0f} tokens/s  {_clock(left)} left", flush=True)  # noqa: T201 - the progress line
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class Evaluation(Callback):
+    """Held-out loss of every budget and the router's probabilities, every interval and at both ends of a stage."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+
+    def on_stage_start(self, run: Run) -> None:
+        """Evaluate a stage that begins."""
+        if run.step == 0:
+            self._evaluate(run)
+
+    def on_step(self, run: Run, metrics: StepMetrics) -> None:
+        """Evaluate every `eval.interval` steps and at the end."""
+        if run.step % run.recipe.eval.interval == 0 or run.step == run.stage.total_steps:
+            self._evaluate(run)
+
+    def _evaluate(self, run: Run) -> None:
+        started = time.perf_counter()
+        losses = held_out_losses(run)
+        values: dict[str, Any] = {"loss": losses}
+        decider = run.decider
+        if decider is not None:
+            report = decider.family()
+            values["cost_ratio"] = {name: report.costs[name] / decider.targets[name] for name in report.plans}
+            values["plans"] = {name: plan.to_dict() for name, plan in report.plans.items()}
+            if decider.router is not None:
+                progress, settings = run.elastic_progress, run.recipe.router
+                values["temperature"] = temperature(progress, *settings.temperature)
+                scale = logit_scale(progress, *settings.logit_scale)
+                values["router"] = {
+                    name: {axis.value: probabilities for axis, probabilities in axes.items()}
+                    for name, axes in hardened(decider.router, scale).items()
+                }
+        self._record.write("eval", run, run.step, values)
+        if run.parallel.is_main:
+            text = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+            print(f"{run.stage.name} {run.step:>5}/{run.stage.total_steps}  held-out loss {text}  ({time.perf_counter() - started:.1f} s)", flush=True)  # noqa: T201
+
+
+class Checkpointing(Callback):
+    """Save every interval and at the end of each stage; keep the last few and every stage's end."""
+
+    def on_step(self, run: Run, metrics: StepMetrics) -> None:
+        """Save in the middle of a stage."""
+        if run.step % run.recipe.checkpoint.interval == 0 and run.step < run.stage.total_steps:
+            run.save(stage_end=False)
+            if run.parallel.is_main:
+                prune(run.checkpoints, run.recipe.checkpoint.keep)
+
+
+def prune(directory: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints between stages' ends."""
+    steps = sorted((p for p in directory.iterdir() if p.name.startswith("step-")), key=lambda p: p.stat().st_mtime)
+    for path in steps[: max(len(steps) - keep, 0)]:
+        shutil.rmtree(path)

@@ -1,0 +1,140 @@
+"""Which size every group of samples runs in, and how the router learns from it.
+
+A decision enters the model as detached leaf tensors; at the end of a step the leaves' gradients are summed over all ranks once and
+back-propagated once through the router, on every rank alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megatron_elastic.axes import ElasticAxis, ElasticSpace, SubmodelPlan
+from megatron_elastic.config import Recipe, StageConfig
+from megatron_elastic.elastic.decision import Decision, Mode, hard_decision, soft_decision
+from megatron_elastic.parallel import ParallelContext
+from megatron_elastic.planning import Cost, plan_cost
+from megatron_elastic.preflight import budget_plans, budget_targets, recipe_cost
+from megatron_elastic.router.finalize import FamilyReport, examine
+from megatron_elastic.router.network import BudgetRouter
+from megatron_elastic.router.objective import anchor_loss, budget_loss, expected_widths
+from megatron_elastic.router.sampling import draw_budget, gumbel_noise, relaxed_choice
+from megatron_elastic.router.schedules import logit_scale, temperature, tolerance
+
+
+@dataclass(frozen=True)
+class GroupDecision:
+    """The decision of one group of samples.
+
+    plan: the hard plan, None when soft; cost_ratio: its cost over the target.
+    probabilities: axis -> pi [choices] attached to the router, and leaves: the detached tensors the model saw (both empty when hard).
+    """
+
+    budget: str
+    plan: SubmodelPlan | None
+    cost_ratio: torch.Tensor | float
+    probabilities: Mapping[ElasticAxis, torch.Tensor] = field(default_factory=dict)
+    leaves: Mapping[ElasticAxis, torch.Tensor] = field(default_factory=dict)
+
+
+class Decider:
+    """Draws budgets, asks the router, and trains it.
+
+    targets: budget -> absolute cost, largest first; fixed: budget -> plan for those the router does not choose.
+    router: None when every plan is fixed.
+    """
+
+    def __init__(self, recipe: Recipe, space: ElasticSpace) -> None:
+        self.recipe, self.space, self.shape = recipe, space, recipe.model
+        self.cost: Cost = recipe_cost(recipe)
+        self.targets = budget_targets(recipe, self.cost)
+        self.full = next(iter(self.targets))
+        learned = recipe.router.choice == "learned"
+        self.fixed: dict[str, SubmodelPlan] = recipe.pinned_plans() if learned else budget_plans(recipe, self.cost)
+        self.router: BudgetRouter | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        if set(self.targets) - set(self.fixed):
+            self.router = BudgetRouter(space, self.targets, seed=recipe.seed, width=recipe.router.hidden)
+            self.optimizer = torch.optim.Adam(self.router.parameters(), lr=0.0)
+
+    def decide(self, stage: StageConfig, step: int, progress: float) -> list[GroupDecision]:
+        """The decisions of a step, one for each group of samples; the same on every rank and every layout."""
+        chances = stage.budget_probs or {name: 1 / len(self.targets) for name in self.targets}
+        groups = []
+        for group in range(stage.global_batch_size // self.recipe.router.samples_per_decision):
+            budget = draw_budget(self.recipe.seed, stage.name, step, group, chances)
+            groups.append(self._fixed(budget) if budget in self.fixed else self._soft(budget, stage, step, group, progress))
+        return groups
+
+    def _fixed(self, budget: str) -> GroupDecision:
+        plan = self.fixed[budget]
+        return GroupDecision(budget, plan, plan_cost(self.shape, plan, self.cost) / self.targets[budget])
+
+    def decision_of(self, group: GroupDecision) -> Decision | None:
+        """What one microbatch of `group` runs; each has its own graph from the leaves, because each has its own backward."""
+        if group.plan is not None:
+            return hard_decision(self.space, group.plan, Mode.SLICE, self.shape.num_layers)
+        return soft_decision(self.space, group.leaves, self.shape.num_layers)
+
+    def _soft(self, budget: str, stage: StageConfig, step: int, group: int, progress: float) -> GroupDecision:
+        assert self.router is not None
+        settings = self.recipe.router
+        noise = gumbel_noise(self.recipe.seed, stage.name, step, group, self.space)
+        tau, scale = temperature(progress, *settings.temperature), logit_scale(progress, *settings.logit_scale)
+        logits = self.router.logits_of(budget)
+        pi = {axis: relaxed_choice(value, noise[axis], tau, scale) for axis, value in logits.items()}
+        leaves = {axis: value.detach().requires_grad_() for axis, value in pi.items()}
+        cost = self.cost(expected_widths(self.space, pi, self.shape.num_layers))
+        return GroupDecision(budget, None, cost / self.targets[budget], pi, leaves)
+
+    def learn(self, groups: list[GroupDecision], num_tokens: torch.Tensor, lr: float, progress: float, parallel: ParallelContext) -> float:
+        """One step of the router: the distillation's gradient at the leaves, the budget loss, and the anchor of the full budget.
+
+        num_tokens: of the global batch (0-d): the leaves' gradients are sums over tokens. Returns the gradient's norm before clipping.
+        """
+        if self.router is None or self.optimizer is None:
+            return 0.0
+        soft = [(group.probabilities[axis], group.leaves[axis]) for group in groups for axis in group.leaves]
+        settings = self.recipe.router
+        anchor = anchor_loss({axis: logits.softmax(-1) for axis, logits in self._full_logits(progress).items()})
+        loss = anchor / len(self.targets)
+        if soft:
+            gradients = torch.cat([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for _, leaf in soft])
+            dist.all_reduce(gradients, group=parallel.world)
+            loss = loss + (torch.cat([pi for pi, _ in soft]) * (gradients / num_tokens)).sum()
+            allowed = tolerance(progress, settings.tolerance[0], end=settings.tolerance[1])
+            misses = [budget_loss(torch.as_tensor(group.cost_ratio), 1.0, allowed) for group in groups if group.leaves]
+            loss = loss + settings.budget_weight * torch.stack(misses).mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.router.parameters(), settings.clip_grad)
+        for options in self.optimizer.param_groups:
+            options["lr"] = lr
+        self.optimizer.step()
+        return float(norm)
+
+    def _full_logits(self, progress: float) -> dict[ElasticAxis, torch.Tensor]:
+        assert self.router is not None
+        scale = logit_scale(progress, *self.recipe.router.logit_scale)
+        return {axis: scale * logits for axis, logits in self.router.logits_of(self.full).items()}
+
+    def family(self) -> FamilyReport:
+        """The hard plans the router stands for now (and the fixed ones), with what is wrong with them."""
+        if self.router is None:
+            costs = {name: plan_cost(self.shape, plan, self.cost) for name, plan in self.fixed.items()}
+            return FamilyReport({name: self.fixed[name] for name in self.targets}, costs, [])
+        settings = self.recipe.router
+        report = examine(
+            self.router,
+            self.space,
+            self.targets,
+            self.cost,
+            settings.tolerance[1],
+            num_layers=self.shape.num_layers,
+            full=self.full,
+            nest=settings.nest,
+        )
+        return FamilyReport(report.plans | self.fixed, report.costs | {n: plan_cost(self.shape, p, self.cost) for n, p in self.fixed.items()}, report.problems)

@@ -1,0 +1,160 @@
+"""The loop. It fits on a page: stages in order, steps in a stage, callbacks around them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import yaml
+
+from megatron_elastic.config import Recipe, to_plain
+from megatron_elastic.errors import CheckpointError, ConfigError, DataError, ElasticError, PlanError, UnsupportedError, raise_all
+from megatron_elastic.parallel import ParallelContext
+from megatron_elastic.preflight import recipe_problems
+from megatron_elastic.train.callbacks import Callback, Checkpointing, Evaluation, Progress, Record
+from megatron_elastic.train.data import batches, fixed_batches, open_data
+from megatron_elastic.train.forward import batch_loss, hidden_states, loss_terms
+from megatron_elastic.train.run import Run
+from megatron_elastic.train.step import train_step
+
+FAMILY_FILE = "family.json"
+FAMILY_FORMAT_VERSION = 1
+
+
+def train(recipe: Recipe, *, stage: str | None = None, steps: int | None = None) -> None:
+    """Run the stages of a recipe, from the latest checkpoint if there is one.
+
+    stage: run up to the end of this stage only; steps: cut every stage to so many steps, to try a recipe out.
+    Raises ElasticError kinds on every rank, before work starts, for anything that cannot run.
+    """
+    recipe = cut_stages(recipe, steps)
+    parallel = ParallelContext.initialize(recipe.parallel.tensor, recipe.parallel.pipeline, recipe.parallel.expert, seed=recipe.seed)
+    try:
+        _start_together(recipe, stage, parallel)
+        run = Run(recipe, parallel)
+        _say(run, run.resume())
+        _keep_recipe(run)
+        record = Record(run)
+        callbacks: list[Callback] = [Progress(record), Evaluation(record), Checkpointing()]
+        last = [s.name for s in recipe.stages].index(stage) + 1 if stage else len(recipe.stages)
+        while run.stage_index < last:
+            run_stage(run, callbacks)
+        if run.decider is not None and run.stage_index == len(recipe.stages):
+            finish(run, trial=steps is not None)
+    finally:
+        parallel.destroy()
+
+
+def run_stage(run: Run, callbacks: list[Callback]) -> None:
+    """The rest of the current stage, then its checkpoint."""
+    stage, parallel = run.stage, run.parallel
+    if stage.elastic and run.handle is None:
+        run.become_elastic(run.parent_checkpoint())
+        check_teacher(run)
+        assert run.handle is not None
+        _say(run, run.handle.summary())
+    data = batches(
+        run.datasets().train,
+        global_batch_size=stage.global_batch_size,
+        micro_batch_size=stage.micro_batch_size,
+        data_rank=parallel.data_rank,
+        data_size=parallel.data,
+        consumed_samples=run.step * stage.global_batch_size,
+    )
+    for callback in callbacks:
+        callback.on_stage_start(run)
+    while run.step < stage.total_steps:
+        metrics = train_step(run, data)
+        run.step += 1
+        for callback in callbacks:
+            callback.on_step(run, metrics)
+    for callback in callbacks:
+        callback.on_stage_end(run)
+    run.stage_index, run.step = run.stage_index + 1, 0
+    run.save(stage_end=True)
+
+
+def cut_stages(recipe: Recipe, steps: int | None) -> Recipe:
+    """The recipe with every stage cut to at most `steps` steps (its warm-up with it). Raises ConfigError for fewer than one."""
+    if steps is None:
+        return recipe
+    if steps < 1:
+        raise ConfigError(f"--steps {steps} must be at least 1")
+    stages = tuple(
+        replace(stage, steps=min(steps, stage.total_steps), tokens=None, warmup_steps=min(stage.warmup_steps, min(steps, stage.total_steps) - 1))
+        for stage in recipe.stages
+    )
+    return replace(recipe, stages=stages)
+
+
+def _start_together(recipe: Recipe, stage: str | None, parallel: ParallelContext) -> None:
+    """Every check that needs no model, on every rank; all stop together."""
+    error: ElasticError | None = None
+    try:
+        names = [s.name for s in recipe.stages]
+        if not names:
+            raise ConfigError("stages is empty: nothing to train; add a stage")
+        if stage is not None and stage not in names:
+            raise ConfigError(f"--stage {stage!r} is not a stage of the recipe; stages: {', '.join(names)}")
+        if recipe.data is None:
+            raise DataError("data is missing; set data.path to a directory written by `megatron-elastic data`")
+        if parallel.tensor > 1 or parallel.pipeline > 1:
+            raise UnsupportedError(
+                f"parallel.tensor {parallel.tensor}, pipeline {parallel.pipeline}: training is data- and expert-parallel only yet; use 1 (plans run forward on every layout)"
+            )
+        raise_all(ConfigError, recipe_problems(recipe), "recipe")
+        open_data(recipe.data.path, recipe.model.vocab_size)
+    except ElasticError as found:
+        error = found
+    parallel.raise_together(error)
+
+
+@torch.no_grad()
+def check_teacher(run: Run) -> None:
+    """At the first elastic step the model is the parent: KL(parent || full budget) must be 0. Raises CheckpointError if it is not."""
+    stage, parallel = run.stage, run.parallel
+    batch = fixed_batches(run.datasets().valid, 1, micro_batch_size=1, data_rank=parallel.data_rank, data_size=parallel.data)[0]
+    terms = loss_terms(run.recipe.model.vocab_size, run.recipe.distill, elastic=True)
+    loss = batch_loss(run.model, hidden_states(run.model, batch), batch, replace(terms, kl_weight=1.0), run.teacher, hidden_states(run.teacher, batch))
+    divergence = float(loss.kl) / stage.sequence_length
+    if not divergence <= 1e-6:
+        raise CheckpointError(f"KL(parent || full budget) is {divergence:.3g} per token at the start of stage {stage.name!r}, not 0: the parent's checkpoint is not this model's")
+
+
+def _keep_recipe(run: Run) -> None:
+    """The resolved recipe and the versions of what ran it, beside the results."""
+    if not run.parallel.is_main:
+        return
+    run.directory.mkdir(parents=True, exist_ok=True)
+    (run.directory / "recipe.yaml").write_text(yaml.safe_dump(to_plain(run.recipe), sort_keys=False), encoding="utf-8")
+    versions = {name: version(name) for name in ("torch", "megatron-core", "numpy")}
+    (run.directory / "versions.json").write_text(json.dumps(versions, indent=2) + "\n", encoding="utf-8")
+
+
+def finish(run: Run, *, trial: bool) -> None:
+    """Turn the router into the family's plans and write family.json. Raises PlanError when they are no family (a trial only says so)."""
+    decider = run.decider
+    assert decider is not None
+    report = decider.family()
+    if run.parallel.is_main:
+        write_family(run.directory / FAMILY_FILE, report.plans, report.costs, decider.targets, run.recipe)
+        for problem in report.problems:
+            _say(run, f"warning: {problem}")
+    if not trial:
+        raise_all(PlanError, report.problems, "the router's plans are no family yet")
+
+
+def write_family(path: Path, plans: dict, costs: dict[str, float], targets: dict[str, float], recipe: Recipe) -> None:
+    """family.json: budget -> plan, its cost and its target."""
+    assert recipe.elastic is not None
+    budgets = {name: {"plan": plan.to_dict(), "cost": costs[name], "target": targets[name]} for name, plan in plans.items()}
+    data = {"format_version": FAMILY_FORMAT_VERSION, "cost": recipe.elastic.cost, "budgets": budgets}
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def _say(run: Run, text: str) -> None:
+    if run.parallel.is_main:
+        print(text, flush=True)  # noqa: T201 - progress for the user

@@ -1,0 +1,97 @@
+"""Descriptions say what a checkpoint is; names, pointer and pruning survive a crash at any point."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_elastic.axes import ElasticAxis
+from megatron_elastic.checkpoint.files import (
+    DESCRIPTION,
+    CheckpointKind,
+    Description,
+    find_model_checkpoint,
+    latest_checkpoint,
+    move_latest,
+    new_checkpoint,
+    open_checkpoint,
+    prune,
+)
+from megatron_elastic.errors import CheckpointError
+from megatron_elastic.shape import build_space
+from megatron_elastic.testing.tiny import tiny_shape
+
+SHAPE = tiny_shape()
+SPACE = build_space(SHAPE, {ElasticAxis.FFN: (72, 48), ElasticAxis.EXPERTS: (8, 4), ElasticAxis.LAYERS: (6, 5)}, shard_groups=2, drop_order=(3,))
+
+
+def write(directory: Path, age: int = 0) -> Path:
+    plans = {"small": SPACE.plan({ElasticAxis.FFN: 48, ElasticAxis.LAYERS: 5})}
+    description = Description(kind=CheckpointKind.MODEL, shape=SHAPE, space=SPACE, plans=plans, provenance={"from": "a test"})
+    with new_checkpoint(directory, description) as temporary:
+        (temporary / "__0_0.distcp").write_bytes(b"weights")
+    stamp = (directory / DESCRIPTION).stat().st_mtime - 10 * age
+    os.utime(directory / DESCRIPTION, (stamp, stamp))
+    return directory
+
+
+def test_a_description_is_read_back(tmp_path):
+    info = open_checkpoint(write(tmp_path / "a"))
+    assert (info.shape, info.space, info.kind, info.provenance) == (SHAPE, SPACE, CheckpointKind.MODEL, {"from": "a test"})
+    assert info.plans["small"].dropped_layers == (3,) and info.plans["small"].width(ElasticAxis.FFN) == 48
+
+
+def test_messages(tmp_path):
+    with pytest.raises(CheckpointError, match="does not exist"):
+        open_checkpoint(tmp_path / "a")
+    (tmp_path / "foreign").mkdir()
+    with pytest.raises(CheckpointError, match="is not a checkpoint: it has no megatron_elastic.json"):
+        open_checkpoint(tmp_path / "foreign")
+    (tmp_path / "foreign" / "__0_0.distcp").touch()
+    with pytest.raises(CheckpointError, match="half-written: megatron_elastic.json is missing"):
+        open_checkpoint(tmp_path / "foreign")
+    file = write(tmp_path / "a") / DESCRIPTION
+    file.write_text(json.dumps({**json.loads(file.read_text()), "format_version": 7}))
+    with pytest.raises(CheckpointError, match="format_version 7, not 1"):
+        open_checkpoint(tmp_path / "a")
+    with pytest.raises(CheckpointError, match="exists; choose another path"):
+        write(tmp_path / "a")
+
+
+def test_an_error_while_writing_leaves_nothing(tmp_path):
+    description = Description(kind=CheckpointKind.MODEL, shape=SHAPE)
+    with pytest.raises(CheckpointError, match="cannot be written: No space left"), new_checkpoint(tmp_path / "a", description):
+        raise OSError(28, "No space left on device")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_latest_follows_the_pointer_and_skips_what_is_not_whole(tmp_path):
+    assert latest_checkpoint(tmp_path) is None
+    old, new = write(tmp_path / "old", age=1), write(tmp_path / "new")
+    assert latest_checkpoint(tmp_path) == new  # killed before the first pointer
+    move_latest(old)
+    assert latest_checkpoint(tmp_path) == old
+    move_latest(new)
+    (new / "__0_0.distcp").unlink()
+    assert latest_checkpoint(tmp_path) == old
+    (old / DESCRIPTION).write_text("{")
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_prune_spares_the_newest_the_protected_and_the_latest(tmp_path):
+    for age, name in enumerate(["e", "d", "c", "b", "a"]):
+        write(tmp_path / name, age)
+    move_latest(tmp_path / "b")
+    (tmp_path / ".tmp-f").mkdir()
+    assert prune(tmp_path, 1, {"a"}) == ["d", "c"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "e", "latest"]
+
+
+def test_a_run_stands_for_its_latest_checkpoint(tmp_path):
+    checkpoint = write(tmp_path / "checkpoints" / "a")
+    assert find_model_checkpoint(tmp_path) == find_model_checkpoint(checkpoint) == checkpoint
+    with pytest.raises(CheckpointError, match="neither a checkpoint .* nor a run"):
+        find_model_checkpoint(Path(__file__).parent)

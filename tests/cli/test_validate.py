@@ -1,0 +1,109 @@
+"""`validate`: a summary for a recipe that can run, every problem at once for one that cannot, all without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from megatron_elastic.cli.validate import command
+from megatron_elastic.errors import ConfigError
+
+TINY = Path(__file__).parent / "tiny.yaml"
+
+
+def validate(*arguments):
+    """Output of the command in this process. Errors propagate."""
+    app = typer.Typer()
+    app.command()(command)
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.output
+
+
+def test_a_good_recipe_is_summed_up(tmp_path):
+    lines = validate(TINY, f"data.path={tmp_path}").splitlines()
+    assert lines[0] == f"ok: {TINY}"
+    assert lines[1] == "parent: 1,364,400 parameters, 774,576 active, 6 layers"
+    assert lines[2].startswith("budgets: full, medium, small; elastic axes: hidden, ffn, moe_ffn")
+    assert lines[3].startswith("stage parent (parent): ") and lines[4].startswith("stage short (elastic): ")
+    assert not any(line.startswith("note:") for line in lines)
+
+
+def test_steps_and_tokens_of_a_stage():
+    output = validate(TINY, "stages.short.steps=7", "stages.short.global_batch_size=16")
+    assert "stage short (elastic): 7 steps of 16 x 256, 28,672 tokens" in output
+
+
+def test_notes_about_data():
+    assert "note: data.path 'nowhere' is not there yet; write it with `megatron-elastic data`" in validate(TINY, "data.path=nowhere")
+    assert "note: no data section: this recipe can be planned, not trained; set data.path" in validate(TINY, "data=null")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["elastic.budgets.small=0.01"],
+            "elastic.budgets.small: no plan nested in the larger budgets costs 7745.76 within 0.02; the nearest",
+        ),
+        (["elastic.budgets.small=0.9"], "elastic.budgets.small: no plan nested in the larger budgets costs"),
+        (
+            ["elastic.budgets.medium={plan: {hidden: 64}}", "elastic.budgets.small={plan: {ffn: 128}}"],
+            "elastic.budgets.small: its pinned plan is not nested",
+        ),
+        (
+            ["stages.short.global_batch_size=36", "stages.short.micro_batch_size=4"],
+            "global_batch_size 36 is not a multiple of router.samples_per_decision 8",
+        ),
+        (
+            ["router.samples_per_decision=8", "stages.short.micro_batch_size=16"],
+            "micro_batch_size 16 x parallel.expert 1 = 16 samples are computed together",
+        ),
+        (
+            ["parallel.expert=2", "stages.short.micro_batch_size=8"],
+            "micro_batch_size 8 x parallel.expert 2 = 16 samples are computed together",
+        ),
+        (["parallel.pipeline=4"], "parallel.pipeline 4 does not divide the 6 layers of model.layer_pattern"),
+        (["parallel.tensor=2", "model.padded_vocab_size=265"], "parallel.tensor 2 does not divide model.padded_vocab_size 265"),
+        (["elastic=null", "stages=[]", "parallel.tensor=3"], "parallel.tensor 3 does not divide model.mlp.ffn 512"),
+        (
+            ["elastic=null", "stages=[]", "parallel.tensor=3"],
+            "parallel.tensor 3 is neither a divisor nor a multiple of model.attention.kv_groups 2",
+        ),
+        (["elastic=null", "stages=[]", "parallel.expert=3"], "parallel.expert 3 does not divide model.moe.experts 8"),
+        (
+            ["elastic=null", "stages=[]", "parallel.expert=2", "model.layer_pattern=M*-M"],
+            "parallel.expert 2 needs a mixture of experts; set it to 1",
+        ),
+        (
+            ["elastic.cost=flops", "stages.long.sequence_length=1000"],
+            "the last stage's sequence_length 1000 is not a multiple of model.mamba.chunk 32; use 992",
+        ),
+        (["elastic.axes.hidden=[128, 0.3]"], "elastic.axes.hidden: fraction 0.3 of 128 is 38.4"),
+    ],
+)
+def test_each_problem_has_its_message(overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        validate(TINY, *overrides)
+    assert message in str(caught.value)
+
+
+def test_problems_come_together():
+    with pytest.raises(ConfigError) as caught:
+        validate(TINY, "parallel.pipeline=4", "elastic.budgets.small=0.01", "stages.short.global_batch_size=36")
+    assert len(caught.value.problems) == 3
+
+
+def test_torch_is_not_imported():
+    script = (
+        "import sys, typer; from megatron_elastic.cli.validate import command; app = typer.Typer(); app.command()(command); "
+        "app(sys.argv[1:], standalone_mode=False); print('torch' in sys.modules, 'megatron' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(TINY)], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "False False"
