@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.machinery
 import importlib.util
+import logging
 import os
 import sys
 import types
@@ -24,17 +25,14 @@ if TYPE_CHECKING:
 
 _FACTORIES = "tensor zeros ones empty full arange rand randn randint as_tensor linspace empty_strided zeros_like ones_like empty_like eye"
 _NOISE = (
-    r".*torch\.distributed\.(reduce_scatter_base|all_gather_base|_reduce_scatter_base|_all_gather_base).*",
-    r".*Transformer Engine.*",
-    r".*[Aa]pex.*",
-    r".*fused_layer_norm.*",
-    r".*MLP requires ffn_hidden_size.*",
-    r".*an autograd kernel was not registered to the Autograd key.*",
-    r".*requires_grad=True to a scalar.*",
-    r".*No module named 'flash_attn'.*",
-    r".*_extra_state.*",
-    r".*is deprecated and will be removed in.*",
-    r".*TypedStorage is deprecated.*",
+    "full scope is deprecated",
+    "MLP requires ffn_hidden_size",
+    "When using sequence parallelism it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS",
+    "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",
+    r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
+    r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
+    "Please use DTensor instead and we are deprecating ShardedTensor",
+    "Warning: tp_group is None, using default tp group",
 )
 
 
@@ -70,6 +68,8 @@ def _quieten() -> None:
     """Hide warnings about GPU packages and internals that a CPU user cannot act on."""
     for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)
+    # On a CPU the "GPU" random state it watches is the CPU's own, so it always changes.
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 
 
 def _install_kernels() -> None:

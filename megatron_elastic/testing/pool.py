@@ -7,12 +7,16 @@ pickled through a pipe for each rank; a task that fails or hangs costs its own t
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import multiprocessing
 import os
 import pickle
+import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -55,6 +59,7 @@ class RankPool:
         """Starts nothing yet."""
         self.world_size = world_size
         self._ranks: list[tuple[Any, Connection]] = []
+        self._store = ""
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = TASK_SECONDS) -> list[Any]:
         """Run a task on every rank and return its results in rank order.
@@ -75,19 +80,28 @@ class RankPool:
         return [reply.result for reply in replies if reply is not None]
 
     def close(self) -> None:
-        """End the ranks; the next task starts fresh ones."""
-        for process, pipe in self._ranks:
-            pipe.close()
-            process.kill()
-            process.join()
+        """End the ranks and whatever they started; the next task starts fresh ones."""
+        for _, pipe in self._ranks:
+            pipe.close()  # a rank that waits for a task ends by itself
+        deadline = time.monotonic() + GRACE_SECONDS
+        for process, _ in self._ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
+                process.join()
         self._ranks = []
+        shutil.rmtree(self._store, ignore_errors=True)
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        store = os.path.join(tempfile.mkdtemp(prefix="ranks-"), "store")
+        self._store = tempfile.mkdtemp(prefix="ranks-")
+        store = os.path.join(self._store, "store")
         for rank in range(self.world_size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, store, there), daemon=True)
+            # Not daemonic: dist_checkpointing starts processes of its own to write.
+            process = context.Process(target=_serve, args=(rank, self.world_size, store, there), daemon=False)
             process.start()
             there.close()
             self._ranks.append((process, here))
@@ -136,6 +150,8 @@ def shared_pool(world_size: int) -> RankPool:
 
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     """Body of a rank: import once, then run tasks until the pipe closes."""
+    os.setsid()  # a group of its own, so that a hung rank ends together with the processes it started
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         dist = _join(rank, world_size, store)
@@ -150,6 +166,13 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
             break
         pipe.send_bytes(_perform(task, rank, world_size))
     dist.destroy_process_group()
+
+
+def _end_with_parent(parent: int) -> None:
+    """A rank that hangs does not outlive a killed test run."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _join(rank: int, world_size: int, store: str) -> Any:

@@ -89,7 +89,7 @@ def test_columns():
 def test_formats_and_lengths():
     path = RECIPES / "nemotron_3_nano_30b.yaml"
     assert table(plan(path, "--format", "nvfp4"))["full"]["weight GiB"] == "16.54"
-    assert table(plan(path, "--format", "fp32"))["full"]["weight GiB"] == "117.63"
+    assert table(plan(path, "--format", "fp32"))["full"]["weight GiB"] == "117.64"
     short, long = (float(table(plan(path, "--sequence-length", n))["full"]["GFLOPs/token"]) for n in (128, 262144))
     assert long - short == pytest.approx(4 * (262144 - 128) * 32 * 128 * 6 / 1e9, abs=0.02)  # six attention layers
     assert "49,152-token sequences. Weights: bf16." in plan(path), "the last stage's length is the default"

@@ -8,11 +8,15 @@ Without Transformer Engine and Apex, megatron-core 0.16.1 and 0.19 keep one step
    runs away without an error.
 
 So: the state is there before saving and loading, `step` is taken out while moments are loaded, and each parameter gets one of its own.
+
+4. How many optimizers there are, and so the names of everything that is not sharded, depends on expert parallelism.
+
+So only moments, fp32 weights and the number of steps are saved; learning rate, decay and the like come from the recipe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,30 +57,42 @@ def initialize_state(optimizer: MegatronOptimizer) -> None:
 def sharded_state(
     optimizer: MegatronOptimizer, model_state: ShardedStateDict, metadata: dict[str, Any], *, is_loading: bool
 ) -> ShardedStateDict:
-    """The optimizer's sharded state, ready to be saved or to be filled. Collective over data-parallel ranks."""
+    """The optimizer's state, ready to be saved or to be filled. Collective over data-parallel ranks.
+
+    model_state: the model's sharded state dict. metadata: how to lay the state out, with `fully_reshardable` optimizer state.
+    """
     initialize_state(optimizer)
-    return optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
-
-
-def restore(optimizer: MegatronOptimizer, loaded: Mapping[Any, Any]) -> None:
-    """Put a loaded state into `optimizer`, bit for bit."""
     inner = inner_optimizers(optimizer)
-    parts = [loaded] if len(inner) == 1 else [loaded[number] for number in range(len(inner))]
-    for one, part in zip(inner, parts, strict=True):
-        if _has_torch_adam(one):
-            _restore_torch_adam(one, dict(part))
+    shards = [one.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)["param_state"] for one in inner]
+    state: ShardedStateDict = {"moments": dict(enumerate(shards))}
+    if not is_loading:
+        state["step"] = _step_of(inner)
+    return state
+
+
+def _step_of(inner: Sequence[DistributedOptimizer]) -> float:
+    steps = {group["step"] for one in inner for group in one.state_dict()["optimizer"]["param_groups"] if "step" in group}
+    assert len(steps) <= 1, steps
+    return float(steps.pop()) if steps else 0.0  # Transformer Engine's Adam has none before its first step
+
+
+def restore(optimizer: MegatronOptimizer, loaded: Mapping[str, Any]) -> None:
+    """Put a loaded state into `optimizer`, bit for bit, at any parallel layout."""
+    for number, inner in enumerate(inner_optimizers(optimizer)):
+        state = inner.state_dict()
+        for group in state["optimizer"]["param_groups"]:
+            group["step"] = loaded["step"]
+        moments = loaded["moments"][number]
+        if _has_torch_adam(inner):
+            _restore_torch_adam(inner, state, moments, loaded["step"])
         else:
-            one.load_state_dict(part)
+            inner.load_state_dict({**state, "param_state": moments, "param_state_sharding_type": "fully_reshardable"})
 
 
-def _restore_torch_adam(inner: DistributedOptimizer, state: dict[str, Any]) -> None:
-    parameter_state = state.pop("param_state")
+def _restore_torch_adam(inner: DistributedOptimizer, state: dict[str, Any], moments: dict[Any, Any], step: float) -> None:
     inner.load_state_dict(state)
-    steps = {group["step"] for group in state["optimizer"]["param_groups"]}
-    assert len(steps) == 1, steps
-    (step,) = steps
     for entry in inner.optimizer.state.values():
         del entry["step"]
-    inner.load_parameter_state_from_fully_reshardable(parameter_state)
+    inner.load_parameter_state_from_fully_reshardable(moments)
     for entry in inner.optimizer.state.values():
-        entry["step"] = torch.tensor(float(step))
+        entry["step"] = torch.tensor(step)
