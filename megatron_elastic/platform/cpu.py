@@ -33,6 +33,11 @@ _NOISE = (
     r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
     "Please use DTensor instead and we are deprecating ShardedTensor",
     "Warning: tp_group is None, using default tp group",
+    "(Transformer Engine and )?Apex (is|are) not installed",
+    "MimoModelConfig is experimental",
+    r"torch\.distributed is disabled, unavailable or uninitialized",
+    "The argument order of load has been changed",
+    "`load_state_dict` is deprecated and will be removed",
 )
 
 
@@ -68,8 +73,9 @@ def _quieten() -> None:
     """Hide warnings about GPU packages and internals that a CPU user cannot act on."""
     for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)
-    # On a CPU the "GPU" random state it watches is the CPU's own, so it always changes.
-    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+    # The first watches the "GPU" random state, here the CPU's own, which always changes; the second misses a compiler for GPUs.
+    for logger in ("megatron.core.tensor_parallel.random", "torch.utils.cpp_extension"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
 
 
 def _install_kernels() -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
-from pathlib import Path
 from typing import Any, TextIO
 
+from megatron_elastic.checkpoint import prune
 from megatron_elastic.router.finalize import hardened
 from megatron_elastic.router.schedules import logit_scale, temperature
 from megatron_elastic.train.evaluate import held_out_losses
@@ -162,11 +161,4 @@ class Checkpointing(Callback):
         if run.step % run.recipe.checkpoint.interval == 0 and run.step < run.stage.total_steps:
             run.save(stage_end=False)
             if run.parallel.is_main:
-                prune(run.checkpoints, run.recipe.checkpoint.keep)
-
-
-def prune(directory: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints between stages' ends."""
-    steps = sorted((p for p in directory.iterdir() if p.name.startswith("step-")), key=lambda p: p.stat().st_mtime)
-    for path in steps[: max(len(steps) - keep, 0)]:
-        shutil.rmtree(path)
+                prune(run.checkpoints, run.recipe.checkpoint.keep, [f"stage-{stage.name}" for stage in run.recipe.stages])

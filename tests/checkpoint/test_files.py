@@ -25,7 +25,9 @@ from megatron_elastic.shape import build_space
 from megatron_elastic.testing.tiny import tiny_shape
 
 SHAPE = tiny_shape()
-SPACE = build_space(SHAPE, {ElasticAxis.FFN: (72, 48), ElasticAxis.EXPERTS: (8, 4), ElasticAxis.LAYERS: (6, 5)}, shard_groups=2, drop_order=(3,))
+SPACE = build_space(
+    SHAPE, {ElasticAxis.FFN: (72, 48), ElasticAxis.EXPERTS: (8, 4), ElasticAxis.LAYERS: (6, 5)}, shard_groups=2, drop_order=(3,)
+)
 
 
 def write(directory: Path, age: int = 0) -> Path:

@@ -13,7 +13,7 @@ from megatron_elastic.errors import CheckpointError
 from megatron_elastic.layout import full_shapes
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.shape import ModelShape
-from megatron_elastic.testing.tiny import randomize_, random_tensor, tiny_shape
+from megatron_elastic.testing.tiny import random_tensor, randomize_, tiny_shape
 
 SHAPES = {"untied": tiny_run.SHAPE, "tied": tiny_shape(tied_embeddings=True, moe=None, layer_pattern="M*-M", linear_bias=True)}
 
@@ -42,7 +42,10 @@ def test_round_trip(parallel, tmp_path, shape):
     assert NamedTensors(tmp_path / "b").info.provenance == {"parent": "a"}
     other = build(parallel, shape, 4)
     assert load_checkpoint(tmp_path / "b", model=other, shape=shape, parallel=parallel) == {}
-    first, second = dict(model.named_parameters()) | dict(model.named_buffers()), dict(other.named_parameters()) | dict(other.named_buffers())
+    first, second = (
+        dict(model.named_parameters()) | dict(model.named_buffers()),
+        dict(other.named_parameters()) | dict(other.named_buffers()),
+    )
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 

@@ -48,7 +48,7 @@ def resume(parallel: ParallelContext, directory: Path) -> None:
     state = load(resumed, directory)
     assert state.keys() == STATE.keys() and state["step"] == 3 and torch.equal(state["router"]["weight"], STATE["router"]["weight"])
     tiny_run.train(resumed, 3, 2)
-    assert resumed.losses == whole.losses[3:]
+    assert resumed.losses == whole.losses[-len(resumed.losses) :]
     assert differences(whole, resumed) == []
     steps = {float(value) for name, value in resumed.state().items() if name.endswith(".step")}
     assert steps == {5.0}
@@ -81,13 +81,20 @@ def test_two_ranks_resume_bitwise(ranks, tmp_path, expert):
 
 @pytest.mark.dist
 def test_optimizer_moves_from_two_ranks_to_one(ranks, parallel, tmp_path):
-    """Moments saved by two replicas with expert parallelism are those of one process that saw both texts, to rounding."""
-    ranks(save_on_ranks, 2, str(tmp_path / "a"), 1, 1, 2)
-    moved = tiny_run.start(parallel, seed=8)
+    """Two replicas with expert parallelism, continued by one process, are one process that saw both texts, to rounding."""
+    losses = ranks(save_on_ranks, 2, str(tmp_path / "a"), 1, 1, 2)
+    whole, moved = tiny_run.start(parallel), tiny_run.start(parallel, seed=8)
+    tiny_run.train(whole, 0, 2)
     load(moved, tmp_path / "a")
-    moments = [value for name, value in moved.state().items() if name.endswith("exp_avg_sq")]
-    assert all(value.isfinite().all() for value in moments) and sum(float(value.sum()) for value in moments) > 0
-    tiny_run.train(moved, 2, 1)
+    assert whole.losses == pytest.approx([loss for step in zip(*losses, strict=True) for loss in step], rel=1e-4)
+    first, second = whole.state(), moved.state()
+    moments = [name for name in first if ".exp_avg" in name]
+    assert moments and first.keys() == second.keys()
+    for name in moments:
+        torch.testing.assert_close(second[name], first[name], rtol=1e-2, atol=1e-3 * float(first[name].abs().max()))
+    for run in (whole, moved):
+        tiny_run.train(run, 2, 1)
+    assert moved.losses == pytest.approx(whole.losses[-2:], rel=1e-3)
     assert {float(value) for name, value in moved.state().items() if name.endswith(".step")} == {3.0}
 
 

@@ -59,8 +59,8 @@ def start(parallel: ParallelContext, *, shape: ModelShape = SHAPE, seed: int = 7
     return Run(parallel, model, get_megatron_optimizer(config, [model], use_gloo_process_groups=False), [])
 
 
-def train(run: Run, first: int, steps: int) -> None:
-    """Take optimizer steps `first` to `first + steps - 1` on text that depends on the step number alone; one microbatch a replica."""
+def train(run: Run, first: int, steps: int, texts: int = 2) -> None:
+    """Take optimizer steps `first` to `first + steps - 1`, each on `texts` texts that depend on the step's number alone."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     for step in range(first, first + steps):
@@ -68,20 +68,21 @@ def train(run: Run, first: int, steps: int) -> None:
         run.optimizer.zero_grad()
         losses = get_forward_backward_func()(
             forward_step_func=_forward,
-            data_iterator=_text(run.parallel, step),
+            data_iterator=_text(run.parallel, step, texts),
             model=[run.model],
-            num_microbatches=1,
+            num_microbatches=texts // run.parallel.data,
             seq_length=TOKENS,
             micro_batch_size=1,
             forward_only=False,
         )
         run.optimizer.step()
-        run.losses.append(float(losses[0]["loss"]))
+        run.losses += [float(loss["loss"]) for loss in losses]
 
 
-def _text(parallel: ParallelContext, step: int) -> Iterator[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + parallel.data_rank)
-    yield torch.randint(SHAPE.vocab_size, (1, TOKENS + 1), generator=generator)
+def _text(parallel: ParallelContext, step: int, texts: int) -> Iterator[torch.Tensor]:
+    for number in range(parallel.data_rank, texts, parallel.data):
+        generator = torch.Generator().manual_seed(1000 * step + number)
+        yield torch.randint(SHAPE.vocab_size, (1, TOKENS + 1), generator=generator)
 
 
 def _forward(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
