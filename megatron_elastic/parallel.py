@@ -114,9 +114,8 @@ class ParallelContext:
     def destroy(self) -> None:
         """Dissolve the groups, and end torch.distributed if this context started it."""
         import torch.distributed as dist
-        from megatron.core import parallel_state
 
-        parallel_state.destroy_model_parallel()
+        dissolve_groups()
         if self.owns_processes:
             dist.destroy_process_group()
 
@@ -190,6 +189,18 @@ class ParallelContext:
         if len({text for _, text in failed.values()}) > 1:
             message = "\n".join(f"rank {rank}: {text}" for rank, (_, text) in failed.items())
         raise kind(message) from error
+
+
+def dissolve_groups() -> None:
+    """End megatron-core's groups, whoever formed them; do nothing when there are none."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    # megatron-core only forgets its groups; each would keep its threads and sockets for as long as the process lives.
+    for group in vars(parallel_state)["_global_process_group_list"] or []:
+        if group is not None:
+            dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
 
 
 def _start_processes(backend: str) -> None:

@@ -6,6 +6,7 @@ entry a plan, so every cost is known at once. A larger one is searched by coordi
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from megatron_elastic.axes import AxisSpec, ElasticAxis, ElasticSpace, SubmodelPlan
 from megatron_elastic.cost import Number, Widths, widths_of
+from megatron_elastic.errors import ConfigError, raise_all
 from megatron_elastic.shape import ModelShape
 
 ENUMERATED_PLANS = 200_000
@@ -34,6 +36,24 @@ def num_plans(space: ElasticSpace) -> int:
 def plan_cost(shape: ModelShape, plan: SubmodelPlan, cost: Cost) -> float:
     """The exact cost of a hard plan."""
     return float(cost(widths_of(plan, shape.num_layers)))
+
+
+def order_budgets(budgets: Mapping[str, float]) -> tuple[str, ...]:
+    """Names from the largest target to the smallest. Raises ConfigError unless the targets are positive and distinct."""
+    problems = [f"budget {name!r}: target {target:g} must be positive" for name, target in budgets.items() if not target > 0]
+    names = tuple(sorted(budgets, key=lambda name: -budgets[name]))
+    problems += [
+        f"budgets {a!r} and {b!r} have the same target {budgets[a]:g}; remove one"
+        for a, b in itertools.pairwise(names)
+        if budgets[a] == budgets[b]
+    ]
+    raise_all(ConfigError, problems if budgets else ["there is no budget; name at least one"], "budgets")
+    return names
+
+
+def describe_miss(name: str, cost: float, target: float, tolerance: float) -> str:
+    """How far a budget's cost is from its target, for messages."""
+    return f"budget {name!r}: cost {cost:.6g} is {cost / target - 1:+.1%} from its target {target:.6g} (tolerance {tolerance:.1%})"
 
 
 def reachable(space: ElasticSpace, shape: ModelShape, cost: Cost) -> tuple[float, float]:

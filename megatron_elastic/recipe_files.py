@@ -54,27 +54,41 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
         key, sign, value = text.partition("=")
         if not sign or not key:
             raise ConfigError(f"override {text!r} must be key=value, for example optimizer.clip_grad=0.5")
-        node: Any = data
-        *parents, last = key.split(".")
-        for name in parents:
-            if isinstance(node, list):
-                named = [item for item in node if isinstance(item, dict) and item.get("name") == name]
-                if not named:
-                    raise ConfigError(
-                        f"override {text!r}: no stage is named {name!r}; stages: {', '.join(str(i.get('name')) for i in node)}"
-                    )
-                node = named[0]
-            else:
-                child = node.get(name)
-                node[name] = child if isinstance(child, dict | list) else {}
-                node = node[name]
-        if not isinstance(node, dict):
-            raise ConfigError(f"override {text!r}: {key!r} needs the name of a stage, as in stages.NAME.steps=10")
-        try:
-            node[last] = yaml.load(value, Loader=_Loader)  # noqa: S506
-        except yaml.YAMLError as error:
-            raise ConfigError(f"override {text!r}: the value is not YAML: {' '.join(str(error).split())}") from None
+        _assign(data, key, _yaml_value(text, value), text)
     return data
+
+
+def _yaml_value(text: str, value: str) -> Any:
+    try:
+        return yaml.load(value, Loader=_Loader)  # noqa: S506 - a SafeLoader with one more number format
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {text!r}: the value is not YAML: {' '.join(str(error).split())}") from None
+
+
+def _assign(data: dict[str, Any], key: str, value: Any, text: str) -> None:
+    """Set `key` in place. `stages.NAME.key` names a stage, and `stages.NAME=null` removes it."""
+    node: Any = data
+    *parents, last = key.split(".")
+    for name in parents:
+        if isinstance(node, list):
+            node = _stage_named(node, name, text)
+        else:
+            child = node.get(name)
+            node[name] = child if isinstance(child, dict | list) else {}
+            node = node[name]
+    if isinstance(node, list) and value is None:
+        node.remove(_stage_named(node, last, text))
+    elif isinstance(node, dict):
+        node[last] = value
+    else:
+        raise ConfigError(f"override {text!r}: {key!r} needs the name of a stage, as in stages.NAME.steps=10")
+
+
+def _stage_named(stages: list[Any], name: str, text: str) -> dict[str, Any]:
+    named = [item for item in stages if isinstance(item, dict) and item.get("name") == name]
+    if not named:
+        raise ConfigError(f"override {text!r}: no stage is named {name!r}; stages: {', '.join(str(i.get('name')) for i in stages)}")
+    return named[0]
 
 
 def key_problems(data: Any, kind: Any, path: str = "") -> list[str]:

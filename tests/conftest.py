@@ -1,4 +1,4 @@
-"""Shared fixtures. The machine is prepared before any test module imports megatron-core."""
+"""Shared fixtures. A directory whose tests import megatron-core at their top has a conftest.py that calls prepare_platform()."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import yaml
@@ -274,3 +275,11 @@ def test_the_whole_recipe_survives_plain_data(path):
     recipe = load_recipe(path)
     again = decode_recipe(to_plain(recipe), "r")
     assert again == recipe and again.space == recipe.space and again.pinned_plans() == recipe.pinned_plans()
+
+
+def test_an_override_removes_a_stage():
+    recipe = load_recipe(Path("recipes/demo_hybrid.yaml"), ["stages.parent=null", "stages.long.steps=3"])
+    assert [stage.name for stage in recipe.stages] == ["short", "long"]
+    assert recipe.stages[1].steps == 3
+    with pytest.raises(ConfigError, match="no stage is named 'middle'"):
+        load_recipe(Path("recipes/demo_hybrid.yaml"), ["stages.middle=null"])

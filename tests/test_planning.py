@@ -9,7 +9,8 @@ import pytest
 from megatron_elastic import planning
 from megatron_elastic.axes import ElasticAxis
 from megatron_elastic.cost import cost_function
-from megatron_elastic.planning import check_targets, nearest_plan, num_plans, plan_cost, reachable, uniform_plan
+from megatron_elastic.errors import ConfigError
+from megatron_elastic.planning import check_targets, nearest_plan, num_plans, order_budgets, plan_cost, reachable, uniform_plan
 from megatron_elastic.shape import AttentionShape, MambaShape, MlpShape, ModelShape, MoeShape, build_space
 
 A = ElasticAxis
@@ -164,3 +165,13 @@ def test_large_spaces_are_checked_too(large):
     assert f"the nearest reachable cost is {SMALLEST:.6g}" in problem
     (problem,) = check_targets(SPACE, SHAPE, {"a": SPACE.plan({A.HIDDEN: 22}), "b": SPACE.plan({A.FFN: 10})}, COST, 0.02)
     assert "elastic.budgets.b: its pinned plan is not nested" in problem
+
+
+def test_budgets_are_ordered_by_target_and_must_differ():
+    assert order_budgets({"small": 0.3, "full": 1.0, "medium": 0.6}) == ("full", "medium", "small")
+    with pytest.raises(ConfigError, match=r"budget 'b': target -1 must be positive"):
+        order_budgets({"a": 1.0, "b": -1.0})
+    with pytest.raises(ConfigError, match="budgets 'a' and 'b' have the same target 2; remove one"):
+        order_budgets({"a": 2.0, "b": 2.0})
+    with pytest.raises(ConfigError, match="there is no budget"):
+        order_budgets({})

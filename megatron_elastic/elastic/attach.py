@@ -28,7 +28,7 @@ from megatron_elastic.errors import ConfigError, UnsupportedError, raise_all
 from megatron_elastic.layout import Dim, axis_groups, dims_of
 from megatron_elastic.models.local_layers import LayerNormColumnParallelLinear, LocalRMSNorm
 from megatron_elastic.parallel import ParallelContext
-from megatron_elastic.platform.versions import canonical_name, hybrid_classes
+from megatron_elastic.platform.versions import canonical_name, conv_owner, hybrid_classes
 from megatron_elastic.shape import AXES, ModelShape
 
 LINEARS: Mapping[type, type] = {
@@ -203,7 +203,7 @@ def _count(handle: ElasticHandle, *dims: Dim) -> None:
 def _check_complete(handle: ElasticHandle, parallel: ParallelContext) -> None:
     """Every parameter has an elastic owner, every axis of this stage was attached."""
     owners = {id(module) for module, _, _ in handle._swapped}
-    conv = {id(module.cp.conv1d_cp1) for module in handle.model.modules() if isinstance(module, MambaMixer)}
+    conv = {id(conv_owner(module)) for module in handle.model.modules() if isinstance(module, MambaMixer)}
     problems = [
         f"{name or 'model'} ({type(module).__name__}) holds parameters but has no elastic form"
         for name, module in handle.model.named_modules()

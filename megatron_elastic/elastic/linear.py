@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron_elastic.axes import ElasticAxis
 from megatron_elastic.elastic.decision import Decision, Mode, Slot
 from megatron_elastic.layout import Dim, Runs
-from megatron_elastic.runs import add_selected, select
+from megatron_elastic.runs import add_selected, num_kept, select, select_matrix
 
 
 class ElasticMatmul(torch.autograd.Function):
@@ -37,27 +37,38 @@ class ElasticMatmul(torch.autograd.Function):
         """Save the input and the whole weight; the kept part is taken again in the backward rather than stored."""
         ctx.save_for_backward(x, weight)
         ctx.rows, ctx.cols = rows, cols
-        return x.matmul(select(select(weight, 0, rows), 1, cols).t())
+        if not x.numel():  # an expert without tokens: nothing is worth a copy of its weight
+            return x.new_empty(*x.shape[:-1], num_kept(weight.shape[0], rows))
+        return _flat(x).mm(select_matrix(weight, rows, cols).t()).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         """Gradients of the input and of the weight."""
         x, weight = ctx.saved_tensors
-        grad = grads[0]
-        grad_x = grad.matmul(select(select(weight, 0, ctx.rows), 1, ctx.cols)) if ctx.needs_input_grad[0] else None
+        grad, used = _flat(grads[0]), x.numel() > 0
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad.mm(select_matrix(weight, ctx.rows, ctx.cols)).view(x.shape) if used else torch.empty_like(x)
         if not ctx.needs_input_grad[1]:
             return grad_x, None, None, None
-        part = grad.reshape(-1, grad.shape[-1]).t().matmul(x.reshape(-1, x.shape[-1]))
+        part = grad.t().mm(_flat(x)) if used else None
         if hasattr(weight, "main_grad"):
-            add_selected(weight.main_grad, part, ctx.rows, ctx.cols)
+            if part is not None:
+                add_selected(weight.main_grad, part, ctx.rows, ctx.cols)
             # DDP's hook must run, and must not add anything: megatron's own fused path hands it the same empty stand-in.
             weight.grad_added_to_main_grad = True
             return grad_x, torch.empty_like(weight), None, None
-        if ctx.rows is None and ctx.cols is None:
+        if part is not None and ctx.rows is None and ctx.cols is None:
             return grad_x, part, None, None
         whole = torch.zeros_like(weight)
-        add_selected(whole, part, ctx.rows, ctx.cols)
+        if part is not None:
+            add_selected(whole, part, ctx.rows, ctx.cols)
         return grad_x, whole, None, None
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """[..., features] -> [all, features]: torch multiplies row by row where it thinks a strided operand cannot be flattened."""
+    return x.reshape(-1, x.shape[-1])
 
 
 def elastic_matmul(x: torch.Tensor, weight: torch.Tensor, rows: Runs | None, cols: Runs | None) -> torch.Tensor:
@@ -120,7 +131,7 @@ class ElasticColumnLinear(ColumnParallelLinear):
         if weight is None:
             output = elastic_matmul(gathered, matrix, rows, cols)
         else:
-            output = gathered.matmul(select(select(matrix, 0, rows), 1, cols).t())  # shared with the embedding: plain autograd
+            output = gathered.matmul(select_matrix(matrix, rows, cols).t())  # shared with the embedding: plain autograd
         bias = None if self.bias is None else select(self.bias, 0, rows)
         if bias is not None and not self.skip_bias_add:
             output = output + bias

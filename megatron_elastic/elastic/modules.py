@@ -30,7 +30,7 @@ from megatron_elastic.elastic.decision import Decision, Mode, Slot
 from megatron_elastic.elastic.linear import ElasticColumnLinear, LinearSite, rms_scale
 from megatron_elastic.layout import Dim
 from megatron_elastic.models.local_layers import LayerNormColumnParallelLinear, LocalRMSNorm
-from megatron_elastic.runs import select
+from megatron_elastic.runs import select, select_matrix
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class ElasticTopKRouter(TopKRouter):
         rows, cols = self.linear_site.kept()
         if rows is None and cols is None:
             return super().gating(input)
-        weight = select(select(self.weight, 0, rows), 1, cols)
+        weight = select_matrix(self.weight, rows, cols)
         logits = F.linear(input.float(), weight.float())
         if rows is None:
             return logits

@@ -240,7 +240,9 @@ def _layout_problems(shape: ModelShape, parallel: ParallelContext) -> list[str]:
     if shape.attention and shape.count("*"):
         few, many = sorted((shape.attention.kv_groups, parallel.tensor))
         if many % few:
-            found.append(f"parallel.tensor {parallel.tensor} and model.attention.kv_groups {shape.attention.kv_groups}: one must divide the other")
+            found.append(
+                f"parallel.tensor {parallel.tensor} and model.attention.kv_groups {shape.attention.kv_groups}: one must divide the other"
+            )
     if shape.moe and shape.count("E"):
         if shape.moe.experts % parallel.expert:
             found.append(f"parallel.expert {parallel.expert} does not divide model.moe.experts {shape.moe.experts}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,35 +46,9 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
     layer_norm_weight: [input_size], whole on every rank. The norm acts on this rank's tokens, before a sequence-parallel gather.
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        config: TransformerConfig,
-        init_method: Callable[[Tensor], Any],
-        gather_output: bool,
-        bias: bool,
-        skip_bias_add: bool,
-        is_expert: bool,
-        tp_comm_buffer_name: str | None = None,
-        tp_group: torch.distributed.ProcessGroup | None = None,
-        stride: int = 1,
-        name: str | None = None,
-    ) -> None:
-        """The arguments of Transformer Engine's module; `name` and `tp_comm_buffer_name` are for its use only."""
-        super().__init__(
-            input_size,
-            output_size,
-            config=config,
-            init_method=init_method,
-            gather_output=gather_output,
-            bias=bias,
-            skip_bias_add=skip_bias_add,
-            is_expert=is_expert,
-            tp_group=tp_group,
-            stride=stride,
-        )
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **linear: Any) -> None:
+        """linear: what megatron-core gives a column-parallel linear."""
+        super().__init__(input_size, output_size, config=config, **linear)
         self.layer_norm_weight = _norm_weight(config, input_size)
         self.eps = config.layernorm_epsilon
 
@@ -83,11 +56,9 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         """The norm alone: x [..., input_size]."""
         return F.rms_norm(x, (x.shape[-1],), self.layer_norm_weight, self.eps)
 
-    def forward(
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Norm and linear of input_ [sequence, batch, input_size]; returns the output and the bias that was not added, if any."""
-        return super().forward(self.normalize(input_), weight, runtime_gather_output)
+        return super().forward(self.normalize(input_), *args, **kwargs)
 
 
 class LocalDotProductAttention(nn.Module):
@@ -111,11 +82,15 @@ class LocalDotProductAttention(nn.Module):
         super().__init__()
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if config.context_parallel_size > 1:
-            raise UnsupportedError(f"parallel.context {config.context_parallel_size}: the local attention has no context parallelism; use 1")
+            raise UnsupportedError(
+                f"parallel.context {config.context_parallel_size}: the local attention has no context parallelism; use 1"
+            )
         if dropout > 0:
             raise UnsupportedError(f"attention dropout {dropout} is not supported by the local attention; use 0")
         if attn_mask_type is not AttnMaskType.causal or attention_type != "self":
-            raise UnsupportedError(f"{attention_type} attention with a {attn_mask_type.name} mask: the local attention is causal self-attention")
+            raise UnsupportedError(
+                f"{attention_type} attention with a {attn_mask_type.name} mask: the local attention is causal self-attention"
+            )
         self.scale = softmax_scale
 
     def forward(

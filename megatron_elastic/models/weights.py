@@ -69,9 +69,8 @@ class Shard:
 
 def shards(model: LanguageModule) -> Iterator[Shard]:
     """Every parameter of this rank's part of a model from `build_hybrid`, and the experts' selection biases."""
-    named = dict(model.named_parameters())
-    named.update({name: buffer for name, buffer in model.named_buffers() if name.endswith("router.expert_bias")})
-    for local_name, tensor in named.items():
+    biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("router.expert_bias")]
+    for local_name, tensor in [*model.named_parameters(), *biases]:
         name = _full_name(model, local_name)
         group = model.pg_collection.expt_tp if ".local_experts." in name else model.pg_collection.tp
         dim, segments = _cut(name, tensor, model.config, group.size())
@@ -96,10 +95,10 @@ def _full_name(model: LanguageModule, local_name: str) -> str:
 def _cut(name: str, tensor: Tensor, config: TransformerConfig, ranks: int) -> tuple[int | None, tuple[int, ...]]:
     """The dimension cut over tensor-parallel ranks and the full lengths of its segments."""
     if name.endswith("mixer.in_proj.weight") or ".mixer.conv1d." in name:
-        inner, bc = config.mamba_num_heads * config.mamba_head_dim, config.mamba_num_groups * config.mamba_state_dim
-        if ".conv1d." in name:
-            return 0, (inner, bc, bc)
-        return 0, (inner, inner, bc, bc, config.mamba_num_heads)
+        heads, bc = config.mamba_num_heads, config.mamba_num_groups * config.mamba_state_dim
+        assert heads is not None
+        inner = heads * config.mamba_head_dim
+        return 0, (inner, bc, bc) if ".conv1d." in name else (inner, inner, bc, bc, heads)
     if _COLUMN.search(name) or _PER_HEAD.search(name):
         return 0, (tensor.shape[0] * ranks,)
     if _ROW.search(name):

@@ -243,8 +243,8 @@ def _mend_megatron(torch: Any) -> None:
         # 0.16.1 binds this name only when Transformer Engine is there, and tests it against None.
         vars(moe_utils)["te_general_gemm"] = None
 
-    def split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        # Tensors already on the CPU are returned as they are, but all_to_all needs its split sizes as numpy arrays.
+    def split_sizes(tensor: Any, *, as_numpy: object = None, **streams: object) -> Any:
+        # megatron-core returns a tensor that is already on the CPU as it is, but wants its split sizes as numpy arrays.
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     vars(dispatcher)["maybe_move_tensor_to_cpu"] = split_sizes

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_elastic.errors import UnsupportedError
+
 
 def mamba_chunk_scan_combined(
     x: Tensor,
@@ -28,16 +30,23 @@ def mamba_chunk_scan_combined(
     dt_bias: Tensor | None = None,
     initial_states: Tensor | None = None,
     seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
+    return_varlen_states: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Selective state-space scan: h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T, y_t = h_t C_t + D x_t, then y_t * silu(z_t) with z.
 
     x, z: [b, l, h, p]. dt: [b, l, h]. A: [h], negative. B, C: [b, l, g, n]. D: [h] or [h, p]. dt_bias: [h].
     initial_states: [b, h, p, n]. seq_idx: [b, l] document of each token; the state starts from zero at each new one.
     Returns y [b, l, h, p] in x's dtype, and with `return_final_states` the state after the last token [b, h, p, n].
+    cu_seqlens, return_varlen_states: of batched generation; UnsupportedError when asked for.
     """
+    if return_varlen_states:
+        raise UnsupportedError(
+            "states of each packed document (return_varlen_states) need mamba_ssm; install it, or generate without batching"
+        )
     work = torch.promote_types(x.dtype, torch.float32)
     dt = dt.to(work)
     if dt_bias is not None:
@@ -133,13 +142,18 @@ def causal_conv1d_fn(
     weight: Tensor,
     bias: Tensor | None = None,
     seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
     """Depthwise causal convolution: y_t = bias + sum_k weight_k x_{t - taps + 1 + k}, then silu for activation silu or swish.
 
     x: [b, channels, l]. weight: [channels, taps]. bias: [channels]. seq_idx: [b, l]; no tap reaches into another document.
-    Returns [b, channels, l].
+    Returns [b, channels, l]. initial_states: of generation in pieces; UnsupportedError when given.
     """
+    if initial_states is not None:
+        raise UnsupportedError(
+            "a convolution that continues an earlier one (initial_states) needs causal_conv1d; install it, or prefill at once"
+        )
     return _convolve(x.transpose(1, 2), weight, bias, seq_idx, activation).transpose(1, 2)
 
 

@@ -15,7 +15,6 @@ Importing this module costs nothing; megatron-core is imported inside the functi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
@@ -116,21 +115,13 @@ def moe_spec(submodules: MLPSubmodules) -> Any:
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
-    build: Callable[..., Any]
     if megatron_generation() is Generation.V0_16:
         from megatron.core.transformer.spec_utils import ModuleSpec
 
-        build = ModuleSpec
-        parts = MoESubmodules(
-            experts=ModuleSpec(module=SequentialMLP, submodules=submodules),
-            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=submodules),
-        )
-        return build(module=MoELayer, submodules=parts)
-    build = functools.partial
-    parts = MoESubmodules(
-        experts=build(SequentialMLP, submodules=submodules), shared_experts=build(SharedExpertMLP, submodules=submodules)
-    )
-    return build(MoELayer, submodules=parts)
+        experts, shared = (ModuleSpec(module=module, submodules=submodules) for module in (SequentialMLP, SharedExpertMLP))
+        return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared))
+    experts, shared = (functools.partial(module, submodules=submodules) for module in (SequentialMLP, SharedExpertMLP))
+    return functools.partial(MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared))
 
 
 def canonical_name(name: str) -> str:
@@ -147,6 +138,11 @@ def conv_parameters(mixer: torch.nn.Module) -> tuple[torch.nn.Parameter, torch.n
         conv = mixer.get_submodule("conv1d")
         return conv.get_parameter("weight"), conv.get_parameter("bias")
     return mixer.get_parameter("conv1d_weight"), mixer.get_parameter("conv1d_bias")
+
+
+def conv_owner(mixer: torch.nn.Module) -> torch.nn.Module:
+    """The module that holds the parameters of a Mamba mixer's convolution: its own `conv1d`, or the mixer itself."""
+    return mixer.get_submodule("conv1d") if megatron_generation() is Generation.V0_16 else mixer
 
 
 def packed_documents(boundaries: torch.Tensor, longest: int, total_tokens: int) -> PackedSeqParams:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_elastic.axes import ElasticAxis, ElasticSpace, SubmodelPlan
+from megatron_elastic.cost import widths_of
 from megatron_elastic.errors import ConfigError, PlanError, raise_all
-from megatron_elastic.router.search import CostFunction, describe_miss, order_budgets, plan_cost
+from megatron_elastic.planning import Cost, describe_miss, order_budgets
 
 if TYPE_CHECKING:
     from megatron_elastic.router.network import BudgetRouter
@@ -33,7 +34,7 @@ def examine(
     router: BudgetRouter,
     space: ElasticSpace,
     budgets: Mapping[str, float],
-    cost_fn: CostFunction,
+    cost_fn: Cost,
     tolerance: float,
     *,
     num_layers: int,
@@ -66,7 +67,7 @@ def examine(
             else:
                 widths[smaller][axis] = widths[larger][axis]
     plans = {name: space.plan(widths[name]) for name in names}
-    costs = {name: plan_cost(plan, cost_fn, num_layers) for name, plan in plans.items()}
+    costs = {name: float(cost_fn(widths_of(plan, num_layers))) for name, plan in plans.items()}
     problems += [
         f"{describe_miss(name, costs[name], budgets[name], tolerance)}; "
         + ("the full budget is the parent, use its cost" if name == full else "train the router longer or widen router.tolerance")
@@ -80,7 +81,7 @@ def finalize(
     router: BudgetRouter,
     space: ElasticSpace,
     budgets: Mapping[str, float],
-    cost_fn: CostFunction,
+    cost_fn: Cost,
     tolerance: float,
     *,
     num_layers: int,

@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from megatron_elastic.axes import AxisSpec, ElasticAxis, ElasticSpace
 from megatron_elastic.errors import ConfigError, raise_all
+from megatron_elastic.planning import order_budgets
 from megatron_elastic.router.sampling import derived_generator
-from megatron_elastic.router.search import order_budgets
 
 LEAKY_SLOPE = 0.1
 

@@ -35,15 +35,6 @@ def derived_generator(*key: str | int) -> torch.Generator:
     return torch.Generator().manual_seed(_bits(32, *key))
 
 
-def check_probabilities(probabilities: Mapping[str, float], key: str = "budget_probabilities") -> list[str]:
-    """Problems of a distribution over budgets: a negative entry, or a sum that is not 1."""
-    problems = [f"{key}.{name}: probability {value} is negative; use 0 or more" for name, value in probabilities.items() if value < 0]
-    total = math.fsum(probabilities.values())
-    if abs(total - 1.0) > 1e-6:
-        problems.append(f"{key}: the probabilities {dict(probabilities)} sum to {total:g}; make them sum to 1")
-    return problems
-
-
 def draw_budget(seed: int, stage: str, step: int, group: int, probabilities: Mapping[str, float]) -> str:
     """The budget of a group of samples: a name of `probabilities` (they sum to 1; the order of the mapping matters).
 
@@ -79,24 +70,3 @@ def relaxed_choice(logits: torch.Tensor, noise: torch.Tensor, tau: float, scale:
 def group_of_sample(sample_index: int, samples_per_decision: int) -> int:
     """The group of a sample, numbered inside its global batch (from 0)."""
     return sample_index // samples_per_decision
-
-
-def check_groups(samples_per_decision: int, micro_batch_size: int, exchanging_replicas: int, global_batch_size: int) -> list[str]:
-    """Problems of a layout: samples that are computed together must share a decision.
-
-    exchanging_replicas: neighbouring data-parallel replicas that exchange tokens over expert parallelism (1 without it).
-    """
-    together = micro_batch_size * exchanging_replicas
-    problems = []
-    if samples_per_decision < 1 or samples_per_decision % together:
-        problems.append(
-            f"router.samples_per_decision {samples_per_decision} is not a multiple of the {together} samples computed together "
-            f"(micro batch {micro_batch_size} x {exchanging_replicas} replicas that exchange tokens); "
-            f"use a smaller micro batch or a multiple of {together}"
-        )
-    if samples_per_decision >= 1 and global_batch_size % samples_per_decision:
-        problems.append(
-            f"router.samples_per_decision {samples_per_decision} does not divide the global batch of "
-            f"{global_batch_size} samples; choose a divisor"
-        )
-    return problems

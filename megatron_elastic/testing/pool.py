@@ -198,8 +198,7 @@ def _perform(task: _Task, rank: int, world_size: int) -> bytes:
         reply = pickle.dumps(_Reply(function(rank, world_size, *args), None))
     except Exception:  # noqa: BLE001 - the parent raises it
         reply = pickle.dumps(_Reply(None, traceback.format_exc()))
-    from megatron.core import parallel_state
+    from megatron_elastic.parallel import dissolve_groups
 
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    dissolve_groups()
     return reply

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 from megatron_elastic.checkpoint import prune
 from megatron_elastic.router.finalize import hardened
 from megatron_elastic.router.schedules import logit_scale, temperature
-from megatron_elastic.train.evaluate import held_out_losses
+from megatron_elastic.train.evaluate import held_out_losses, untrained_losses
 from megatron_elastic.train.run import Run
 from megatron_elastic.train.step import StepMetrics
 
@@ -129,6 +129,11 @@ class Evaluation(Callback):
         """Evaluate every `eval.interval` steps and at the end."""
         if run.step % run.recipe.eval.interval == 0 or run.step == run.stage.total_steps:
             self._evaluate(run)
+
+    def on_stage_end(self, run: Run) -> None:
+        """The same plans on the frozen parent's weights: where the family started."""
+        if run.stage.elastic:
+            self._record.write("untrained", run, run.step, {"loss": untrained_losses(run)})
 
     def _evaluate(self, run: Run) -> None:
         started = time.perf_counter()

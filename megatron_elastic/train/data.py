@@ -29,14 +29,14 @@ __all__ = ["DataInfo", "Datasets", "MicroBatch", "batches", "build_datasets", "f
 
 
 class DatasetTokenizer:
-    """What GPTDataset asks of a tokenizer, and the text's digest, which makes the names of its cached indices depend on the text."""
+    """What GPTDataset asks of a tokenizer."""
 
     def __init__(self, info: DataInfo) -> None:
         self.vocab_size = info.vocab_size
         self.eod = info.eod
         self.pad = -1  # no id is padding; a padded tail is recognised by this value and masked from the loss
         self.special_tokens_dict: dict[str, int] = {"eod": info.eod}
-        self.unique_identifiers = OrderedDict(vocab_size=info.vocab_size, eod=info.eod, train=info.train.sha256, valid=info.valid.sha256)
+        self.unique_identifiers = OrderedDict(vocab_size=info.vocab_size, eod=info.eod)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,9 @@ def build_datasets(
             f"eval.samples {valid_samples} of {sequence_length} tokens are more than the {available} the held-out text of "
             f"{str(info.path)!r} gives; lower eval.samples or hold out more"
         )
-    cache = cache_dir / f"{info.train.sha256[:12]}-{sequence_length}-{train_samples}-{seed}"
+    # megatron-core names indices after the path of the text; with other text at that path they would point past its end.
+    text = f"{info.train.sha256[:8]}{info.valid.sha256[:8]}"
+    cache = cache_dir / f"{text}-{sequence_length}-{train_samples}-{seed}"
     complete = cache / "complete"
     if parallel.is_main:
         if cache.exists() and not complete.exists():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_elastic.errors import ElasticError
+from megatron_elastic.router.sampling import group_of_sample
 from megatron_elastic.router.schedules import learning_rate
 from megatron_elastic.train.data import MicroBatch
 from megatron_elastic.train.decide import GroupDecision
@@ -95,7 +96,7 @@ def _forward_step(run: Run, groups: list[GroupDecision], batches: Iterator[Micro
     batch = next(batches)
     if not groups:
         return hidden_states(run.model, batch), partial(_loss, run, batch, None, None)
-    group = groups[batch.first_sample // run.recipe.router.samples_per_decision]
+    group = groups[group_of_sample(batch.first_sample, run.recipe.router.samples_per_decision)]
     assert run.handle is not None and run.decider is not None
     with torch.no_grad():
         teacher_hidden = hidden_states(run.teacher, batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from megatron_elastic.checkpoint import NamedTensors, load_checkpoint, save_chec
 from megatron_elastic.errors import CheckpointError
 from megatron_elastic.layout import full_shapes
 from megatron_elastic.parallel import ParallelContext
+from megatron_elastic.platform.versions import canonical_name
 from megatron_elastic.shape import ModelShape
 from megatron_elastic.testing.tiny import random_tensor, randomize_, tiny_shape
 
@@ -26,6 +28,19 @@ def build(parallel: ParallelContext, shape: ModelShape, seed: int) -> torch.nn.M
     return model
 
 
+def stacked(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters of a model on one process, experts stacked, taken from the modules themselves."""
+    found: dict[str, torch.Tensor] = {}
+    experts: dict[str, list[torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        name = canonical_name(name)
+        if ".local_experts." in name:
+            experts.setdefault(re.sub(r"local_experts\.\d+", "experts", name), []).append(parameter)
+        else:
+            found[name] = parameter
+    return found | {name: torch.stack(parts) for name, parts in experts.items()}
+
+
 def save_on_ranks(rank: int, world_size: int, directory: str, shape: ModelShape, *layout: int) -> None:
     parallel = ParallelContext.initialize(*layout)
     save_checkpoint(Path(directory), model=build(parallel, shape, 3), shape=shape, parallel=parallel)
@@ -38,6 +53,8 @@ def test_round_trip(parallel, tmp_path, shape):
     save_checkpoint(tmp_path / "a", model=model, shape=shape, parallel=parallel)
     named = NamedTensors(tmp_path / "a")
     assert {name: tuple(tensor.shape) for name, tensor in named.items()} == full_shapes(shape)
+    for name, tensor in stacked(model).items():
+        assert torch.equal(named[name], tensor), name
     write_named(tmp_path / "b", reversed(list(named.items())), shape, provenance={"parent": "a"})
     assert NamedTensors(tmp_path / "b").info.provenance == {"parent": "a"}
     other = build(parallel, shape, 4)

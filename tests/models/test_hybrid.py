@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from torch import Tensor
 
-from megatron_elastic.errors import ConfigError, UnsupportedError
+from megatron_elastic.errors import CheckpointError, ConfigError, UnsupportedError
 from megatron_elastic.models.hybrid import build_hybrid, transformer_config
 from megatron_elastic.models.weights import gather_tensors, scatter_tensors
 from megatron_elastic.parallel import ParallelContext
@@ -134,6 +135,17 @@ def test_packed_documents_equal_documents_alone(parallel: ParallelContext) -> No
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+def test_unfused_mixer_equals_the_fused_one(parallel: ParallelContext) -> None:
+    """The path without megatron-core's single call: convolution, scan and gated norm one by one."""
+    model = tiny_model(parallel)
+    with torch.no_grad():
+        fused = model(tokens(), None, None)
+        for module in model.modules():
+            if isinstance(module, MambaMixer):
+                module.use_mem_eff_path = False
+        torch.testing.assert_close(model(tokens(), None, None), fused)
+
+
 def test_no_token_sees_a_later_one(parallel: ParallelContext) -> None:
     model = tiny_model(parallel)
     changed = tokens()
@@ -171,15 +183,17 @@ def test_scatter_is_the_inverse_of_gather_and_refuses_what_does_not_fit(parallel
     fresh = build_hybrid(tiny_shape(), parallel)
     scatter_tensors(fresh, full)
     assert all(torch.equal(full[name], t) for name, t in gather_tensors(fresh).items())
-    from megatron_elastic.errors import CheckpointError
-
     wrong = {**full, "decoder.final_norm.weight": torch.ones(3)}
     del wrong["output_layer.weight"]
-    with pytest.raises(CheckpointError, match=r"(?s)output_layer.weight is missing.*final_norm.weight has shape \[3\], the model needs \[40\]"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)output_layer.weight is missing.*final_norm.weight has shape \[3\], the model needs \[40\]"
+    ):
         scatter_tensors(fresh, wrong)
 
 
-def forward_on_layout(rank: int, world: int, layout: dict[str, int], tied: bool) -> tuple[Tensor | None, dict[str, Tensor], dict[str, Tensor]]:
+def forward_on_layout(
+    rank: int, world: int, layout: dict[str, int], tied: bool
+) -> tuple[Tensor | None, dict[str, Tensor], dict[str, Tensor]]:
     """A rank's full logits (None before the last stage), the full weights, and the full fresh weights."""
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 

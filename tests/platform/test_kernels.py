@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_elastic.errors import UnsupportedError
 from megatron_elastic.platform import kernels
 
 CASES = [
@@ -64,14 +65,19 @@ def scan_inputs(case: tuple[int, ...], seed: int = 0) -> dict[str, Tensor]:
 
 def documents(batch: int, length: int) -> Tensor:
     """Other boundaries in each sample, among them one right at a chunk's edge and documents of one token."""
-    rows = [torch.bucketize(torch.arange(length), torch.tensor(sorted({1 + row, 4, length // 2, length - 2})), right=True) for row in range(batch)]
+    rows = [
+        torch.bucketize(torch.arange(length), torch.tensor(sorted({1 + row, 4, length // 2, length - 2})), right=True)
+        for row in range(batch)
+    ]
     return torch.stack(rows).to(torch.int32)
 
 
 def assert_same_with_gradients(mine: Tensor, reference: Tensor, inputs: list[Tensor]) -> None:
     torch.testing.assert_close(mine, reference, rtol=1e-10, atol=1e-10)
     weight = torch.randn(mine.shape, generator=torch.Generator().manual_seed(9), dtype=mine.dtype)
-    for a, b in zip(torch.autograd.grad((mine * weight).sum(), inputs), torch.autograd.grad((reference * weight).sum(), inputs), strict=True):
+    for a, b in zip(
+        torch.autograd.grad((mine * weight).sum(), inputs), torch.autograd.grad((reference * weight).sum(), inputs), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
@@ -96,9 +102,7 @@ def test_scan_equals_recurrence(case: tuple[int, ...], packed: bool) -> None:
         return_final_states=True,
     )
     dt = F.softplus(given["dt"] + given["dt_bias"])
-    expected = recurrence(
-        given["x"], dt, given["A"], given["B"], given["C"], given["D"], given["z"], given["initial_states"], seq_idx
-    )
+    expected = recurrence(given["x"], dt, given["A"], given["B"], given["C"], given["D"], given["z"], given["initial_states"], seq_idx)
     both = torch.cat([y.flatten(), state.flatten()])
     assert_same_with_gradients(both, torch.cat([t.flatten() for t in expected]), list(given.values()))
 
@@ -205,7 +209,7 @@ def test_whole_mixer_equals_its_parts(normed: bool, packed: bool) -> None:
     )
     assert isinstance(mine, Tensor)
     z, xbc, dt = zxbcdt.split([inner, inner + 2 * bc, heads], -1)
-    xbc = kernels.causal_conv1d_fn(xbc.transpose(1, 2), conv, conv_bias, seq_idx, "silu").transpose(1, 2)
+    xbc = kernels.causal_conv1d_fn(xbc.transpose(1, 2), conv, conv_bias, seq_idx, activation="silu").transpose(1, 2)
     x, B, C = xbc.split([inner, bc, bc], -1)
     y, _ = recurrence(
         x.unflatten(-1, (heads, width)),
@@ -232,10 +236,21 @@ def test_whole_mixer_equals_its_parts(normed: bool, packed: bool) -> None:
     ("function", "passed"),
     [
         (kernels.mamba_split_conv1d_scan_combined, {"D", "chunk_size", "activation", "headdim", "ngroups", "norm_before_gate", "seq_idx"}),
-        (kernels.mamba_chunk_scan_combined, {"D", "z", "dt_bias", "dt_softplus", "return_final_states", "seq_idx", "initial_states"}),
-        (kernels.causal_conv1d_fn, {"x", "weight", "bias", "activation", "seq_idx"}),
+        (
+            kernels.mamba_chunk_scan_combined,
+            {"D", "z", "dt_bias", "dt_softplus", "return_final_states", "seq_idx", "cu_seqlens", "return_varlen_states", "initial_states"},
+        ),
+        (kernels.causal_conv1d_fn, {"x", "weight", "bias", "activation", "seq_idx", "initial_states"}),
         (kernels.RMSNorm, {"eps", "group_size", "norm_before_gate", "device", "dtype"}),
     ],
 )
 def test_signatures_take_what_megatron_passes(function: Any, passed: set[str]) -> None:
     assert passed <= set(inspect.signature(function).parameters)
+
+
+def test_what_only_generation_needs_is_refused_by_name() -> None:
+    given = {name: t.detach() for name, t in scan_inputs(CASES[0]).items()}
+    with pytest.raises(UnsupportedError, match="return_varlen_states"):
+        kernels.mamba_chunk_scan_combined(*(given[name] for name in ("x", "dt", "A", "B", "C")), 4, return_varlen_states=True)
+    with pytest.raises(UnsupportedError, match="initial_states"):
+        kernels.causal_conv1d_fn(torch.ones(1, 2, 3), torch.ones(2, 4), initial_states=torch.ones(1, 2, 3))

@@ -8,9 +8,9 @@ import torch
 from megatron_elastic.axes import ElasticAxis
 from megatron_elastic.cost import cost_function
 from megatron_elastic.errors import ConfigError, PlanError
+from megatron_elastic.planning import plan_cost
 from megatron_elastic.router.finalize import examine, finalize, hardened
 from megatron_elastic.router.network import BudgetRouter
-from megatron_elastic.router.search import plan_cost
 from megatron_elastic.shape import AttentionShape, MlpShape, ModelShape, build_space
 
 SHAPE = ModelShape(
@@ -42,7 +42,7 @@ def _router(picks: dict[str, tuple[int, int, int]], budgets: dict[str, float]) -
 
 def _budgets(*plans: tuple[int, int, int]) -> dict[str, float]:
     names = ("full", "medium", "small")
-    return {name: plan_cost(_plan(*plan), COST, 4) for name, plan in zip(names, plans, strict=True)}
+    return {name: plan_cost(SHAPE, _plan(*plan), COST) for name, plan in zip(names, plans, strict=True)}
 
 
 FULL, MEDIUM, SMALL = (24, 64, 4), (16, 48, 4), (12, 48, 3)
@@ -77,7 +77,7 @@ def test_every_problem_is_listed_with_values():
     assert "router.nest: enforce" in text
     report = examine(router, SPACE, budgets, COST, 0.05, num_layers=4, full="full")
     assert len(report.problems) == 5
-    assert report.costs["small"] == plan_cost(report.plans["small"], COST, 4)
+    assert report.costs["small"] == plan_cost(SHAPE, report.plans["small"], COST)
 
 
 def test_enforce_projects_on_the_larger_budget():
@@ -103,7 +103,7 @@ def test_training_on_the_budget_loss_reaches_a_family():
     """The whole router path: draws, relaxed choices, expected cost, budget and anchor losses; then argmax plans within tolerance."""
     from megatron_elastic.router import objective, sampling, schedules
 
-    full = plan_cost(SPACE.parent, COST, 4)
+    full = plan_cost(SHAPE, SPACE.parent, COST)
     budgets = {"full": full, "medium": 0.75 * full, "small": 0.5 * full}
     router = BudgetRouter(SPACE, budgets, seed=0)
     optimizer, steps = torch.optim.Adam(router.parameters(), lr=1e-2), 300

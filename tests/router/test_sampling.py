@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatron_elastic.axes import AxisSpec, ElasticAxis, ElasticSpace, SubmodelPlan
-from megatron_elastic.errors import ConfigError
 from megatron_elastic.router import sampling
 
 HIDDEN, FFN = AxisSpec(ElasticAxis.HIDDEN, (8, 6, 4), 1), AxisSpec(ElasticAxis.FFN, (16, 8), 8)
@@ -82,17 +81,3 @@ def test_relaxed_choice_formula_and_gradient():
 
 def test_groups():
     assert [sampling.group_of_sample(i, 4) for i in (0, 3, 4, 11)] == [0, 0, 1, 2]
-    assert sampling.check_groups(8, 2, 4, 32) == []
-    assert "not a multiple of the 8 samples" in sampling.check_groups(4, 2, 4, 32)[0]
-    assert "does not divide the global batch of 12" in sampling.check_groups(8, 2, 4, 12)[0]
-    assert len(sampling.check_groups(5, 2, 1, 12)) == 2
-    assert sampling.check_groups(0, 1, 1, 4) != []
-
-
-def test_bad_probabilities_are_reported():
-    assert sampling.check_probabilities(PROBABILITIES) == []
-    problems = sampling.check_probabilities({"a": -0.5, "b": 0.5}, "stages.0.budget_probabilities")
-    assert "stages.0.budget_probabilities.a: probability -0.5" in problems[0]
-    assert "sum to 0" in problems[1]
-    with pytest.raises(ConfigError, match="no budget has a positive probability"):
-        sampling.draw_budget(0, "s", 0, 0, {"a": 0.0})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -45,11 +46,17 @@ def step_samples(data: Datasets, micro: int, size: int, start: int = 0, steps: i
     return found
 
 
+def _share(data: Datasets, rank: int) -> Iterator[MicroBatch]:
+    return batches(data.train, global_batch_size=STEP, micro_batch_size=2, data_rank=rank, data_size=2)
+
+
 def test_a_steps_samples_do_not_depend_on_the_layout(data, parallel, tmp_path):
     built = build(data, tmp_path, parallel)
     one = step_samples(built, micro=8, size=1)
     direct = [torch.stack([built.train[STEP * step + n]["tokens"] for n in range(STEP)]) for step in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(one, direct, strict=True)) and not torch.equal(*one)
+    firsts = [[batch.first_sample for batch in islice(_share(built, rank), 4)] for rank in range(2)]
+    assert firsts == [[0, 4, 0, 4], [2, 6, 2, 6]]  # megatron-core's sampler deals microbatches out in turn
     for micro, size in ((1, 1), (2, 1), (2, 2), (1, 4), (4, 2)):
         assert all(torch.equal(a, b) for a, b in zip(one, step_samples(built, micro, size), strict=True))
 

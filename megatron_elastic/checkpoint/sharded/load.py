@@ -39,7 +39,7 @@ def load_checkpoint(
         error = found
     parallel.raise_together(error)
     state = drop_extra_states(build_state(model, optimizer, None, parallel, is_loading=True))
-    loaded = dist_checkpointing.load(state, str(directory))
+    loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory))  # pyright: ignore[reportAssignmentType] - a tuple only if asked for
     result = unwrap(model).load_state_dict(loaded[MODEL], strict=False)
     missing = [key for key in result.missing_keys if not key.endswith("_extra_state")]
     assert not missing and not result.unexpected_keys, (missing, result.unexpected_keys)  # names were checked above

@@ -29,10 +29,11 @@ from megatron_elastic.errors import UnsupportedError
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
     """The distributed optimizers inside `optimizer` (experts have one of their own). Raises UnsupportedError for any other kind."""
-    found = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    for inner in found:
+    found = []
+    for inner in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
         if not isinstance(inner, DistributedOptimizer):
             raise UnsupportedError(f"{type(inner).__name__} cannot be saved; use megatron-core's distributed optimizer")
+        found.append(inner)
     return found
 
 

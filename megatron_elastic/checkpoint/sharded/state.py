@@ -9,7 +9,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.module import Float16Module, MegatronModule
 
 from megatron_elastic.checkpoint.sharded.optimizer import sharded_state
 from megatron_elastic.parallel import ParallelContext
@@ -18,10 +18,11 @@ MODEL, OPTIMIZER, RUN = "model", "optimizer", "run"
 """Entries of the state dict."""
 
 
-def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+def unwrap(model: torch.nn.Module) -> MegatronModule:
     """The module inside megatron-core's data-parallel and half-precision wrappers."""
     while isinstance(model, DistributedDataParallel | Float16Module):
-        model = model.module
+        model = model.get_submodule("module")
+    assert isinstance(model, MegatronModule), type(model)
     return model
 
 

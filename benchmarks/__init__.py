@@ -1,0 +1,1 @@
+"""Measurements that are run by hand; see benchmarks/README.md."""

@@ -1,0 +1,258 @@
+"""What a half-width plan costs in slice mode and in mask mode, against the extracted model alone and the whole parent.
+
+Each variant is a forward and a backward through megatron-core's DDP, as in training: gradients end in `main_grad`. The three ways to run
+the plan must give the same logits before anything is timed. Ratios only: absolute times of a shared machine mean nothing.
+The last line of the output is one JSON object.
+
+Run: python benchmarks/slice_vs_mask.py [--shape recipes/demo_hybrid.yaml] [--pairs 15] [--tokens 1024]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.paired import Spread, Timed, paired, take_turns
+from megatron_elastic import __version__
+from megatron_elastic.axes import ElasticSpace, SubmodelPlan
+from megatron_elastic.config import load_recipe, to_plain
+from megatron_elastic.cost import flops_per_token, widths_of
+from megatron_elastic.errors import ConfigError, ElasticError
+from megatron_elastic.parallel import ParallelContext
+from megatron_elastic.preflight import check_sequence_length
+from megatron_elastic.shape import ModelShape, resize
+
+FORMAT_VERSION = 1
+TOLERANCE = 1e-4
+"""Largest relative difference of logits (norm of the difference over the norm) between two ways to run the plan, fp32."""
+WARM_UP = 2
+VARIANTS = ("slice", "mask", "extracted", "parent")
+PAIRS = (("slice", "extracted"), ("mask", "extracted"), ("parent", "extracted"), ("slice", "mask"))
+"""The ratios that are reported: (variant, base)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """shape: a recipe with a `model` and an `elastic` block; pairs: rounds in which every variant runs once; tokens: of one sequence."""
+
+    shape: Path
+    pairs: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to compute: a model in megatron's DDP, and what decides how it runs."""
+
+    chunk: Any
+    handle: Any = None
+    plan: SubmodelPlan | None = None
+    mode: str = "slice"
+
+    def running(self) -> AbstractContextManager[None]:
+        """The context in which forwards run this variant."""
+        return nullcontext() if self.handle is None else self.handle.use(self.plan, self.mode)
+
+
+def half_width_plan(space: ElasticSpace) -> SubmodelPlan:
+    """Every elastic axis at the choice nearest to half of the parent's, the narrower of two."""
+    return space.plan({spec.axis: min(spec.choices, key=lambda n: (abs(n / spec.parent - 0.5), n)) for spec in space.axes})
+
+
+class Comparison:
+    """A family and the extracted model of its half-width plan, ready to be run side by side on one sequence of random tokens."""
+
+    def __init__(self, shape: ModelShape, space: ElasticSpace, parallel: ParallelContext, tokens: int) -> None:
+        from megatron_elastic.elastic.attach import elasticize
+        from megatron_elastic.export.extract import extract, stack_experts, unstack_experts
+        from megatron_elastic.models.hybrid import build_hybrid
+        from megatron_elastic.models.weights import gather_tensors, scatter_tensors
+        from megatron_elastic.testing.tiny import randomize_
+
+        self.shape, self.plan, self.tokens = shape, half_width_plan(space), tokens
+        family = build_hybrid(shape, parallel)
+        randomize_(family)
+        small = build_hybrid(resize(shape, self.plan), parallel)
+        scatter_tensors(small, unstack_experts(dict(extract(stack_experts(gather_tensors(family)).items(), shape, space, self.plan))))
+        handle = elasticize(family, space, parallel, shape)
+        whole, alone = _in_ddp(family), _in_ddp(small)
+        self.variants = {
+            "slice": Variant(whole, handle, self.plan, "slice"),
+            "mask": Variant(whole, handle, self.plan, "mask"),
+            "extracted": Variant(alone),
+            "parent": Variant(whole, handle),
+        }
+        self._text = torch.randint(0, shape.vocab_size, (1, tokens + 1), generator=torch.Generator().manual_seed(0))
+        self._positions = torch.arange(tokens)[None]
+
+    def loss(self, name: str) -> torch.Tensor:
+        """Mean cross-entropy of one forward."""
+        variant = self.variants[name]
+        with variant.running():
+            return variant.chunk(self._text[:, :-1], self._positions, None, labels=self._text[:, 1:]).mean()
+
+    def timed(self, name: str) -> Timed:
+        """One forward and backward; gradients are zeroed before it."""
+        return Timed(run=lambda: self.loss(name).backward(), prepare=self.variants[name].chunk.zero_grad_buffer)
+
+    @torch.no_grad()
+    def largest_difference(self) -> float:
+        """Largest relative difference of the logits of slice and mask mode from the extracted model's. Raises ElasticError above `TOLERANCE`."""
+        logits = {}
+        for name in ("slice", "mask", "extracted"):
+            with self.variants[name].running():
+                logits[name] = self.variants[name].chunk(self._text[:, :-1], self._positions, None)
+        base = logits["extracted"]
+        found = {name: float((logits[name] - base).norm() / base.norm()) for name in ("slice", "mask")}
+        for name, difference in found.items():
+            if not difference <= TOLERANCE:
+                raise ElasticError(f"{name} mode's logits differ from the extracted model's by {difference:.1e}, more than {TOLERANCE}; nothing was timed")
+        return max(found.values())
+
+    def flops(self) -> dict[str, int]:
+        """Variant -> FLOPs of one forward by the cost model; mask mode computes all of the parent."""
+        parent, small = (self._flops_of(plan) for plan in (None, self.plan))
+        return {"slice": small, "mask": parent, "extracted": small, "parent": parent}
+
+    def _flops_of(self, plan: SubmodelPlan | None) -> int:
+        from megatron_elastic.shape import parent_plan
+
+        widths = widths_of(plan or parent_plan(self.shape), self.shape.num_layers)
+        return self.tokens * int(flops_per_token(self.shape, widths, self.tokens))
+
+    def saved_bytes(self, name: str) -> int:
+        """Bytes kept for the backward: every storage that autograd saves, once and whole, parameters left out."""
+        owned = {p.untyped_storage().data_ptr() for p in self.variants[name].chunk.parameters()}
+        saved: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in owned:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = self.loss(name)  # kept until the sum is taken: a freed storage's address would be used again
+        total = sum(saved.values())
+        del loss
+        return total
+
+
+def _in_ddp(model: Any) -> Any:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    return DistributedDataParallel(model.config, config, model)
+
+
+def measure(options: Options, parallel: ParallelContext) -> dict[str, Any]:
+    """Build, check, time; the result is plain data, the object that is printed last."""
+    recipe = load_recipe(options.shape)
+    if recipe.space is None:
+        raise ConfigError(f"{options.shape} has no elastic block, so no half-width plan; give a recipe that has one")
+    check_sequence_length(recipe.model, options.tokens, "--tokens")
+    comparison = Comparison(recipe.model, recipe.space, parallel, options.tokens)
+    difference = comparison.largest_difference()
+    variants = {name: comparison.timed(name) for name in VARIANTS}
+    progress = _Progress(options.pairs)
+    seconds = take_turns(variants, options.pairs, warm_up=WARM_UP, done=progress)
+    return {
+        "benchmark": "slice_vs_mask",
+        "format_version": FORMAT_VERSION,
+        "recipe": str(options.shape),
+        "shape": to_plain(recipe.model),
+        "plan": comparison.plan.to_dict(),
+        "tokens": options.tokens,
+        "pairs": options.pairs,
+        "warm_up": WARM_UP,
+        "threads": torch.get_num_threads(),
+        "versions": _versions(),
+        "largest_logit_difference": difference,
+        "flops": comparison.flops(),
+        "saved_bytes": {name: comparison.saved_bytes(name) for name in VARIANTS},
+        "ratios": {f"{name}/{base}": asdict(paired(seconds, name, base)) for name, base in PAIRS},
+    }
+
+
+class _Progress:
+    """A line on stderr after each round, so that the output stays clean."""
+
+    def __init__(self, rounds: int) -> None:
+        self._rounds, self._start = rounds, time.monotonic()
+        print(f"warm-up, then {rounds} rounds of {', '.join(VARIANTS)}", file=sys.stderr)
+
+    def __call__(self, done: int) -> None:
+        each = (time.monotonic() - self._start) / (done + WARM_UP)
+        print(f"round {done}/{self._rounds}, {each * (self._rounds - done):.0f} s left", file=sys.stderr, flush=True)
+
+
+def _versions() -> dict[str, str]:
+    packages = {name: version(name) for name in ("torch", "megatron-core")}
+    return {"python": platform.python_version(), "megatron-elastic": __version__, **packages}
+
+
+def print_report(result: dict[str, Any]) -> None:
+    """The result for people: the plan, then a table with one row a variant."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("variant", no_wrap=True)
+    for title in ("time / extracted (quartiles)", "forward GFLOPs", "FLOPs / extracted", "saved MiB", "saved / extracted"):
+        table.add_column(title, justify="right", no_wrap=True)
+    flops, saved = result["flops"], result["saved_bytes"]
+    for name in VARIANTS:
+        ratio = "1" if name == "extracted" else str(Spread(**result["ratios"][f"{name}/extracted"]))
+        sizes = (f"{flops[name] / 1e9:.2f}", f"{flops[name] / flops['extracted']:.2f}")
+        memory = (f"{saved[name] / 2**20:.1f}", f"{saved[name] / saved['extracted']:.2f}")
+        table.add_row(name, ratio, *sizes, *memory)
+    parent = result["shape"]
+    widths = ", ".join(f"{axis} {width}" for axis, width in result["plan"]["widths"].items())
+    print(f"{result['recipe']}: {parent['layer_pattern']}, hidden {parent['hidden_size']}; the plan: {widths}, dropped layers {result['plan']['dropped_layers']}")
+    print(f"{result['tokens']} tokens, {result['pairs']} pairs, {result['threads']} threads; logits agree to {result['largest_logit_difference']:.0e}\n")
+    Console(width=140).print(table)
+    print(f"\nslice / mask: {Spread(**result['ratios']['slice/mask'])}\n")
+
+
+def parse(arguments: Sequence[str] | None) -> Options:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", type=Path, default=Path(__file__).with_suffix(".yaml"), help="a recipe with an elastic block (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=15, help="rounds, at least 2 (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of the one sequence (default: %(default)s)")
+    parsed = parser.parse_args(arguments)
+    if parsed.pairs < 2:
+        parser.error(f"--pairs {parsed.pairs}: quartiles need at least 2")
+    return Options(parsed.shape, parsed.pairs, parsed.tokens)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit code."""
+    options = parse(arguments)
+    try:
+        parallel = ParallelContext.initialize()
+        try:
+            result = measure(options, parallel)
+        finally:
+            parallel.destroy()
+    except ElasticError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print_report(result)
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

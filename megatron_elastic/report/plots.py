@@ -1,0 +1,227 @@
+"""The plots of a report. Each function writes one PNG file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_elastic.config import DistillConfig
+from megatron_elastic.report.record import RunRecord
+from megatron_elastic.report.style import PARENT_COLOUR, colours, drawing, legend_above, mark_stages, running_mean
+from megatron_elastic.report.summary import BudgetRow
+from megatron_elastic.report.units import Scale, cost_scale, count_scale
+from megatron_elastic.router.schedules import tolerance
+
+SMOOTHED_FROM = 12
+"""Points of one budget in one stage from which on a running mean is drawn over them."""
+
+
+def plot_losses(record: RunRecord, path: Path) -> None:
+    """Held-out loss and training loss of every budget over the tokens of the run, with the parent's held-out loss."""
+    scale = count_scale(record.last_token(record.stages[-1]), "tokens of the run")
+    with drawing(path, 7.6, 6.2) as figure:
+        held_out, training = figure.subplots(2, 1, sharex=True)
+        _draw_held_out(held_out, record, scale)
+        _draw_training(training, record, scale)
+        training.set_xlabel(scale.label)
+        handles, labels = held_out.get_legend_handles_labels()
+        unique = dict(zip(labels, handles, strict=True))
+        legend_above(figure, list(unique.values()), list(unique))
+        training.set_xlim(*_token_span(record, scale))
+        spans = [(stage, record.first_token(stage) / scale.divisor, record.last_token(stage) / scale.divisor) for stage in record.stages]
+        mark_stages(held_out, spans, titles=True)
+        mark_stages(training, spans, titles=False)
+
+
+def _token_span(record: RunRecord, scale: Scale) -> tuple[float, float]:
+    """The limits of the token axis: all elastic stages and a little air."""
+    first, last = record.first_token(record.stages[0]), record.last_token(record.stages[-1])
+    air = 0.015 * (last - first)
+    return (first - air) / scale.divisor, (last + air) / scale.divisor
+
+
+def _draw_held_out(axes: Any, record: RunRecord, scale: Scale) -> None:
+    for name, colour in colours(record.budgets).items():
+        for stage in record.stages:  # one line a stage: losses of different sequence lengths do not continue each other
+            rows = record.rows_of("eval", stage)
+            tokens = [row.tokens / scale.divisor for row in rows]
+            axes.plot(tokens, [row.values["loss"][name] for row in rows], color=colour, marker="o", label=name)
+    for stage in record.stages:
+        loss = record.parent_loss(stage)
+        if loss is not None:
+            ends = [record.first_token(stage) / scale.divisor, record.last_token(stage) / scale.divisor]
+            axes.plot(ends, [loss, loss], color=PARENT_COLOUR, linestyle="--", linewidth=1.4, label="parent")
+    axes.set_ylabel("held-out loss\n(nats per token)")
+
+
+def _draw_training(axes: Any, record: RunRecord, scale: Scale) -> None:
+    for name, colour in colours(record.budgets).items():
+        for stage in record.stages:
+            # The full budget starts at a divergence of exactly 0, which a logarithmic axis cannot show.
+            rows = [row for row in record.rows_of("train", stage) if row.values["by_budget"].get(name, 0.0) > 0]
+            tokens = [row.tokens / scale.divisor for row in rows]
+            _draw_noisy(axes, tokens, [row.values["by_budget"][name] for row in rows], colour)
+    axes.set_yscale("log")
+    axes.set_ylabel(f"training loss\n({_objective(record.recipe.distill)})")
+
+
+def _objective(distill: DistillConfig) -> str:
+    terms = {"KL from the parent": distill.kl_weight, "cross-entropy": distill.ce_weight}
+    parts = [name if weight == 1 else f"{weight:g} x {name}" for name, weight in terms.items() if weight]
+    return f"{' + '.join(parts)}, per token"
+
+
+def _draw_noisy(axes: Any, x: Sequence[float], y: Sequence[float], colour: str) -> None:
+    """A line; when it has many points, thin, under its running mean."""
+    smooth = len(y) >= SMOOTHED_FROM
+    axes.plot(x, y, color=colour, linewidth=0.8 if smooth else 1.4, alpha=0.35 if smooth else 0.9)
+    if smooth:
+        axes.plot(x, running_mean(y, max(5, len(y) // 12)), color=colour)
+
+
+def plot_router(record: RunRecord, path: Path) -> bool:
+    """Probability of every choice over the elastic steps: a row an axis, a column a budget. False, and no file, without a learned router."""
+    rows = [row for stage in record.stages for row in record.rows_of("eval", stage) if "router" in row.values]
+    space = record.recipe.space
+    if not rows or space is None:
+        return False
+    budgets = [name for name in record.budgets if name in rows[-1].values["router"]]
+    steps, palette = [record.elastic_step(row) for row in rows], colours(record.budgets)
+    with drawing(path, 1.6 + 2.3 * len(budgets), 0.9 + 0.95 * len(space.axes)) as figure:
+        grid = figure.subplots(len(space.axes), len(budgets), sharex=True, sharey=True, squeeze=False)
+        for spec, panels in zip(space.axes, grid, strict=True):
+            for name, axes in zip(budgets, panels, strict=True):
+                shares = [row.values["router"][name][spec.axis.value] for row in rows]
+                _draw_shares(axes, steps, shares, _shades(len(spec.choices)))
+                _mark_boundaries(axes, record)
+            panels[0].set_ylabel(spec.axis.value, rotation=0, ha="right", va="center", fontweight="bold")
+            _label_choices(panels[-1], spec.choices)
+        for name, axes, bottom in zip(budgets, grid[0], grid[-1], strict=True):
+            axes.set_title(name, color=palette[name])
+            bottom.set_xlabel("elastic steps")
+    return True
+
+
+def _shades(number: int) -> list[Any]:
+    """Colours from wide (dark) to narrow (light)."""
+    from matplotlib import colormaps
+
+    shades = colormaps["YlGnBu_r"]
+    return [shades(0.08 + 0.82 * place / max(number - 1, 1)) for place in range(number)]
+
+
+def _draw_shares(axes: Any, steps: Sequence[int], shares: Sequence[Sequence[float]], shades: Sequence[Any]) -> None:
+    axes.stackplot(steps, list(zip(*shares, strict=True)), colors=shades, linewidth=0)
+    axes.set(ylim=(0, 1), yticks=(0, 1), yticklabels=("0", "1"))
+    axes.set_xlim(steps[0], max(steps[-1], steps[0] + 1))
+    axes.grid(visible=False)
+    axes.tick_params(labelsize=7)
+
+
+def _mark_boundaries(axes: Any, record: RunRecord) -> None:
+    done = 0
+    for stage in record.stages[:-1]:
+        done += stage.total_steps
+        axes.axvline(done, color="white", linewidth=1.2, linestyle=(0, (2, 1.5)))
+
+
+def _label_choices(axes: Any, choices: Sequence[int]) -> None:
+    """The choices of a row beside its last panel, in the order in which the areas stand on each other."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=shade, label=f"{choice:,}") for choice, shade in zip(choices, _shades(len(choices)), strict=True)]
+    axes.legend(
+        handles=handles[::-1],
+        loc="center left",
+        bbox_to_anchor=(1.02, 0.5),
+        fontsize=7,
+        handlelength=0.9,
+        handleheight=0.7,
+        labelspacing=0.15,
+        columnspacing=0.8,
+        ncols=math.ceil(len(choices) / 5),
+        borderaxespad=0.2,
+    )
+
+
+def plot_costs(record: RunRecord, path: Path) -> None:
+    """Cost over target of every budget over the elastic steps: of the decisions trained on, and of the hard plans, in the tolerance."""
+    from matplotlib.lines import Line2D
+
+    with drawing(path, 7.6, 4.2) as figure:
+        axes = figure.subplots()
+        band = _draw_tolerance(axes, record)
+        for name, colour in colours(record.budgets).items():
+            for stage in record.stages:
+                drawn = [row for row in record.rows_of("train", stage) if name in row.values["cost_ratio"]]
+                _draw_noisy(axes, [record.elastic_step(row) for row in drawn], [row.values["cost_ratio"][name] for row in drawn], colour)
+            plans = [row for stage in record.stages for row in record.rows_of("eval", stage)]
+            ratios = [row.values["cost_ratio"][name] for row in plans]
+            axes.plot([record.elastic_step(row) for row in plans], ratios, color=colour, marker="D", linestyle="none", markersize=7, markeredgecolor="white")
+        handles = [Line2D([], [], color=colour, label=name) for name, colour in colours(record.budgets).items()]
+        handles += [
+            Line2D([], [], color="#777777", linewidth=1, label="expected, in training"),
+            Line2D([], [], color="#777777", marker="D", markeredgecolor="white", linestyle="none", label="exact, hard plan"),
+            band,
+        ]
+        legend_above(figure, handles, [handle.get_label() for handle in handles])
+        assert record.recipe.elastic is not None
+        axes.set(xlabel="elastic steps", ylabel=f"cost / target ({record.recipe.elastic.cost})")
+        last = sum(stage.total_steps for stage in record.stages)
+        axes.set_xlim(-0.015 * last, 1.015 * last)
+        spans, done = [], 0
+        for stage in record.stages:
+            spans.append((stage, done, done + stage.total_steps))
+            done += stage.total_steps
+        mark_stages(axes, spans, titles=True)
+
+
+def _draw_tolerance(axes: Any, record: RunRecord) -> Any:
+    """The band inside which the budget loss is zero, over all elastic steps; returns its handle."""
+    last = sum(stage.total_steps for stage in record.stages)
+    start, end = record.recipe.router.tolerance
+    steps = list(range(last + 1))
+    allowed = [tolerance(step / last, start, end=end) for step in steps]
+    axes.axhline(1, color="#999999", linewidth=0.8, zorder=1)
+    return axes.fill_between(
+        steps, [1 - one for one in allowed], [1 + one for one in allowed], color="#BBBBBB", alpha=0.5, linewidth=0, label="tolerance"
+    )
+
+
+def plot_quality(record: RunRecord, rows: Sequence[BudgetRow], baseline_rows: Sequence[BudgetRow], path: Path) -> None:
+    """Held-out loss of the newest evaluation against cost: the family's members, the baseline's, and the parent."""
+    from matplotlib.patheffects import withStroke
+
+    assert record.recipe.elastic is not None
+    kind, stage, palette = record.recipe.elastic.cost, record.last_stage, colours(record.budgets)
+    scale = cost_scale(max(row.cost for row in [*rows, *baseline_rows]), kind)
+    halo = withStroke(linewidth=3, foreground="white")  # keeps a name readable on another family's line
+    with drawing(path, 6.4, 4.4) as figure:
+        axes = figure.subplots()
+        parent = record.parent_loss(stage)
+        if parent is not None:
+            axes.plot(rows[0].target / scale.divisor, parent, "*", color=PARENT_COLOUR, markersize=17, label="parent", zorder=2)
+        for members, line, hollow in ((baseline_rows, "--", True), (rows, "-", False)):
+            if members:
+                _draw_members(axes, members, scale, palette, line=line, hollow=hollow)
+        for row in rows:
+            place = (row.cost / scale.divisor, row.last_loss)
+            words = {"color": palette[row.budget], "fontweight": "bold", "ha": "right", "va": "top"}
+            axes.annotate(row.budget, place, xytext=(-6, -6), textcoords="offset points", path_effects=[halo], **words)
+        axes.set(xlabel=scale.label, ylabel=f"held-out loss in stage {stage.name}\n(nats per token, {stage.sequence_length:,} tokens)")
+        axes.margins(0.18)
+        legend_above(figure, *axes.get_legend_handles_labels())
+
+
+def _draw_members(axes: Any, rows: Sequence[BudgetRow], scale: Scale, palette: dict[str, str], *, line: str, hollow: bool) -> None:
+    """One family as a line through its members, which have their budgets' colours."""
+    costs, losses = [row.cost / scale.divisor for row in rows], [row.last_loss for row in rows]
+    axes.plot(costs, losses, line, color="#999999", linewidth=1.2, zorder=1)
+    source = rows[-1].plan_source
+    for cost, loss, row in zip(costs, losses, rows, strict=True):
+        face = "white" if hollow else palette[row.budget]
+        axes.plot(cost, loss, "o", markersize=8, color=palette[row.budget], markerfacecolor=face, markeredgewidth=1.8, zorder=3)
+    style = {"marker": "o", "markersize": 7, "linestyle": line, "linewidth": 1.2}
+    axes.plot([], [], color="#999999", markerfacecolor="white" if hollow else "#999999", label=f"{rows[0].run} ({source})", **style)

@@ -1,0 +1,180 @@
+"""A run as the files of its directory tell it: the recipe, the rows of metrics.jsonl, and what `verify` found. Plain Python."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_elastic.config import Recipe, StageConfig, load_recipe
+from megatron_elastic.errors import CheckpointError, ConfigError
+
+RECIPE_FILE = "recipe.yaml"
+METRICS_FILE = "metrics.jsonl"
+VERIFY_FILE = "verify.json"
+VERIFY_FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of metrics.jsonl.
+
+    kind: "train" (measured in step `step`) or "eval" (after `step` steps); step: of the stage; tokens: of the run, before the row.
+    values: everything, as it was written.
+    """
+
+    kind: str
+    stage: str
+    step: int
+    tokens: int
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A run that has been evaluated in an elastic stage at least once.
+
+    rows: every row once, by stage and step; verified: budget -> what `verify` measured, empty without verify.json.
+    notes: what a reader should know about the files, one line each.
+    """
+
+    path: Path
+    recipe: Recipe
+    rows: tuple[Row, ...]
+    verified: Mapping[str, Mapping[str, Any]]
+    notes: tuple[str, ...]
+
+    @property
+    def stages(self) -> tuple[StageConfig, ...]:
+        """The elastic stages in order."""
+        return elastic_stages(self.recipe)
+
+    @property
+    def budgets(self) -> tuple[str, ...]:
+        """The budgets in the recipe's order, the parent's first."""
+        assert self.recipe.elastic is not None
+        return tuple(self.recipe.elastic.budgets)
+
+    def rows_of(self, kind: str, stage: StageConfig) -> list[Row]:
+        """The rows of one kind and stage, by step."""
+        return [row for row in self.rows if row.kind == kind and row.stage == stage.name]
+
+    def losses_at(self, stage: StageConfig, step: int) -> Mapping[str, float]:
+        """Budget -> held-out loss after `step` steps of a stage; empty when it was not evaluated there."""
+        return next((row.values["loss"] for row in self.rows_of("eval", stage) if row.step == step), {})
+
+    @property
+    def last_eval(self) -> Row:
+        """The newest evaluation of an elastic stage."""
+        return [row for stage in self.stages for row in self.rows_of("eval", stage)][-1]
+
+    @property
+    def last_stage(self) -> StageConfig:
+        """The stage of the newest evaluation."""
+        return next(stage for stage in self.stages if stage.name == self.last_eval.stage)
+
+    def parent_loss(self, stage: StageConfig) -> float | None:
+        """The frozen parent's held-out loss on sequences of `stage`, None when nothing tells it.
+
+        A row says it as `parent_loss`; else, for stages as long as the first elastic one, it is the full budget's before the first step.
+        """
+        told = [row.values["parent_loss"] for row in self.rows_of("eval", stage) if "parent_loss" in row.values]
+        first = self.stages[0]
+        if not told and stage.sequence_length == first.sequence_length:
+            return self.losses_at(first, 0).get(self.budgets[0])
+        return told[-1] if told else None
+
+    def elastic_step(self, row: Row) -> int:
+        """Steps of all elastic stages before `row`."""
+        names = [stage.name for stage in self.stages]
+        return sum(stage.total_steps for stage in self.stages[: names.index(row.stage)]) + row.step
+
+    def first_token(self, stage: StageConfig) -> int:
+        """Tokens of the run before a stage."""
+        stages = self.recipe.stages
+        return sum(_stage_tokens(one) for one in stages[: stages.index(stage)])
+
+    def last_token(self, stage: StageConfig) -> int:
+        """Tokens of the run up to the end of a stage."""
+        return self.first_token(stage) + _stage_tokens(stage)
+
+
+def _stage_tokens(stage: StageConfig) -> int:
+    return stage.total_steps * stage.global_batch_size * stage.sequence_length
+
+
+def elastic_stages(recipe: Recipe) -> tuple[StageConfig, ...]:
+    """The stages of a recipe that train the family."""
+    return tuple(stage for stage in recipe.stages if stage.elastic)
+
+
+def read_run(path: Path) -> RunRecord:
+    """Read a run's directory.
+
+    Raises CheckpointError when there is no run, no metrics or no evaluation of an elastic stage yet, ConfigError when the run's recipe has
+    no elastic stage or not the stages of its metrics.
+    """
+    if not (path / RECIPE_FILE).is_file():
+        what = f"{str(path)!r} is not a run (it has no {RECIPE_FILE})" if path.exists() else f"no run at {str(path)!r}"
+        raise CheckpointError(f"{what}; name the run_dir of a recipe that `megatron-elastic train` has run")
+    recipe = load_recipe(path / RECIPE_FILE)
+    if recipe.elastic is None or not elastic_stages(recipe):
+        raise ConfigError(f"{path}: its recipe has no elastic stage, so there is no family to report; report a run with an elastic stage")
+    rows, notes = _read_metrics(path / METRICS_FILE, recipe)
+    names = [stage.name for stage in elastic_stages(recipe)]
+    evaluated = [row for row in rows if row.kind == "eval" and row.stage in names]
+    if not evaluated:
+        raise CheckpointError(f"{path}: no elastic stage ({', '.join(names)}) has been evaluated yet; continue with `megatron-elastic train`")
+    last, end = evaluated[-1], elastic_stages(recipe)[-1]
+    if (last.stage, last.step) != (end.name, end.total_steps):
+        steps = next(stage.total_steps for stage in recipe.stages if stage.name == last.stage)
+        notes.append(f"{path} is not finished: last evaluated in stage {last.stage} at step {last.step} of {steps}")
+    verified = _read_verify(path / VERIFY_FILE, f"stage-{end.name}", notes)
+    return RunRecord(path, recipe, tuple(rows), verified, tuple(notes))
+
+
+def _read_metrics(path: Path, recipe: Recipe) -> tuple[list[Row], list[str]]:
+    """(rows, notes): a resumed run writes steps again that a kill had lost, so the last row of a kind, stage and step counts."""
+    if not path.is_file():
+        raise CheckpointError(f"{path.parent}: no {METRICS_FILE}: nothing has been trained yet; run `megatron-elastic train`")
+    order = {stage.name: number for number, stage in enumerate(recipe.stages)}
+    found: dict[tuple[str, str, int], Row] = {}
+    broken = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError:
+            broken.append(number)
+            continue
+        row = _to_row(values, f"{path}, line {number}")
+        if row.stage not in order:
+            raise ConfigError(f"{path}, line {number}: stage {row.stage!r} is not in {RECIPE_FILE} ({', '.join(order)}); restore that file")
+        found[row.kind, row.stage, row.step] = row
+    notes = [f"{path}: line {', '.join(map(str, broken))} cannot be read (a kill while it was written?) and is left out"] if broken else []
+    return sorted(found.values(), key=lambda row: (order[row.stage], row.step, row.kind)), notes
+
+
+def _to_row(values: Any, place: str) -> Row:
+    needed = ("kind", "stage", "step", "tokens", "loss")
+    missing = [key for key in needed if key not in values] if isinstance(values, dict) else list(needed)
+    if missing:
+        raise CheckpointError(f"{place}: no {', '.join(missing)}; the file is not one of `megatron-elastic train`, restore it")
+    return Row(values["kind"], values["stage"], values["step"], values["tokens"], values)
+
+
+def _read_verify(path: Path, expected: str, notes: list[str]) -> Mapping[str, Mapping[str, Any]]:
+    """Budget -> what `verify` measured; adds a note when that was another checkpoint than `expected`."""
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError:
+        raise CheckpointError(f"{path} is not JSON; run `megatron-elastic verify {path.parent}` again") from None
+    version = data.get("format_version") if isinstance(data, dict) else None
+    if version != VERIFY_FORMAT_VERSION:
+        raise CheckpointError(f"{path}: format_version {version!r} is not {VERIFY_FORMAT_VERSION}; run `megatron-elastic verify {path.parent}` again")
+    if data["checkpoint"] != expected:
+        notes.append(f"{path} is of checkpoint {data['checkpoint']}, not of {expected}; run `megatron-elastic verify {path.parent}` again")
+    return data["budgets"]

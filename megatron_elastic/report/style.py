@@ -1,0 +1,79 @@
+"""How the plots look: one colour a budget everywhere, legends outside the axes, stages marked. matplotlib is imported where it draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_elastic.config import StageConfig
+
+DPI = 150
+PARENT_COLOUR = "#333333"
+_PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C6BB1")
+"""Okabe and Ito's colours, which stay apart for colour-blind eyes (and one purple)."""
+
+_SETTINGS: Mapping[str, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.labelsize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E6E6E6",
+    "grid.linewidth": 0.8,
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5,
+}
+
+
+@contextmanager
+def drawing(path: Path, width: float, height: float) -> Iterator[Any]:
+    """A matplotlib Figure of width x height inches in the report's style, written to `path` (PNG) at the end.
+
+    The figure belongs to no window and no global state: it is drawn by Agg whatever backend the process uses.
+    """
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with rc_context(dict(_SETTINGS)):
+        figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+        FigureCanvasAgg(figure)
+        yield figure
+        figure.savefig(path, dpi=DPI, format="png")
+
+
+def colours(budgets: Sequence[str]) -> dict[str, str]:
+    """Budget -> colour, by its place in the recipe (from the eighth on colours repeat)."""
+    return {name: _PALETTE[number % len(_PALETTE)] for number, name in enumerate(budgets)}
+
+
+def mark_stages(axes: Any, spans: Sequence[tuple[StageConfig, float, float]], *, titles: bool) -> None:
+    """Mark the boundaries of stages given as (stage, first x, last x) and, above the axes, their names and sequence lengths."""
+    for number, (stage, first, last) in enumerate(spans):
+        if number:
+            axes.axvline(first, color="#999999", linewidth=1, linestyle=(0, (1, 1.5)), zorder=1)
+        if titles:
+            text = f"{stage.name}\n{stage.sequence_length:,} tokens"
+            place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}  # x in data, y in parts of the axes
+            axes.text((first + last) / 2, 1.02, text, fontsize=8, color="#666666", **place)
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """Means over `window` values around each (fewer at the ends); as long as `values`."""
+    reach = window // 2
+    parts = [values[max(0, at - reach) : at + reach + 1] for at in range(len(values))]
+    return [sum(part) / len(part) for part in parts]
+
+
+def legend_above(figure: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """One legend for a figure, above its axes, in as few rows as leave every entry its room."""
+    columns = max(1, math.floor(11 * figure.get_figwidth() / (8 + max(map(len, labels)))))
+    rows = math.ceil(len(handles) / columns)
+    figure.legend(handles, labels, loc="outside upper center", ncols=math.ceil(len(handles) / rows))

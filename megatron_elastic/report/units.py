@@ -1,0 +1,57 @@
+"""Numbers for people: counts, costs and the scale of an axis. Plain Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_SCALES = ((1e9, "B", "billions"), (1e6, "M", "millions"), (1e3, "K", "thousands"))
+
+_COSTS = {
+    "total_params": "total parameters",
+    "active_params": "active parameters",
+    "flops": "forward GFLOPs per token",
+    "memory": "weights, GiB",
+}
+"""Kind of cost -> what an axis calls it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """An axis' unit: values are divided by `divisor` and the axis is called `label`."""
+
+    divisor: float
+    label: str
+
+
+def count(number: float) -> str:
+    """A count with two decimals and its unit: 1.36M."""
+    for size, letter, _ in _SCALES:
+        if number >= size:
+            return f"{number / size:.2f}{letter}"
+    return f"{number:.0f}"
+
+
+def amount(number: float, kind: str) -> str:
+    """A cost with the unit of its kind (`cost.COSTS`)."""
+    if kind == "flops":
+        return f"{_significant(number / 1e9)} GFLOPs"
+    return f"{_significant(number / 2**30)} GiB" if kind == "memory" else count(number)
+
+
+def _significant(number: float) -> str:
+    return f"{number:.2f}" if number >= 1 else f"{number:.3g}"
+
+
+def count_scale(largest: float, name: str) -> Scale:
+    """The scale of an axis of counts up to `largest`, for example "tokens (millions)"."""
+    for size, _, word in _SCALES:
+        if largest >= size:
+            return Scale(size, f"{name} ({word})")
+    return Scale(1.0, name)
+
+
+def cost_scale(largest: float, kind: str) -> Scale:
+    """The scale of an axis of costs of `kind` up to `largest`."""
+    if kind == "flops":
+        return Scale(1e9, _COSTS[kind])
+    return Scale(2.0**30, _COSTS[kind]) if kind == "memory" else count_scale(largest, _COSTS[kind])

@@ -1,0 +1,56 @@
+"""Every `megatron-elastic` command of README and docs runs as written (training cut short with --steps), in order, in one directory.
+
+Run: pytest tests/docs
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_elastic.cli.main import build_app, run
+
+ROOT = Path(__file__).parents[2]
+SHORT = ["stages.parent.steps=2", "eval.samples=2"]
+
+
+def commands(page: Path) -> list[str]:
+    """The lines of a page that begin with `$ megatron-elastic`."""
+    return re.findall(r"^\$ megatron-elastic (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [ROOT / "docs" / "tutorial.md", ROOT / "README.md"], ids=lambda page: page.name)
+def test_commands_run_as_written(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    monkeypatch.chdir(tmp_path)
+    found = commands(page)
+    assert found
+    for line in found:
+        arguments = shlex.split(line)
+        if arguments[0] == "data":
+            arguments += ["--max-bytes", "2000000"]
+        if arguments[0] == "train":
+            arguments += ["--steps", "2", "eval.samples=2"]
+        if arguments[0] == "verify":
+            arguments += ["--samples", "2"]
+        with pytest.raises(SystemExit) as stopped:
+            run(build_app(), arguments)
+        output = capfd.readouterr()
+        assert stopped.value.code in (0, None), f"{line}\n{output.out}\n{output.err}"
+        assert output.out.strip(), line
+
+
+def test_readme_snippet_runs() -> None:
+    snippet = re.search(r"```python\n(.+?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert snippet is not None
+    import torch
+
+    tokens = torch.arange(32)[None]
+    names = {"tokens": tokens, "positions": tokens.clone()}
+    exec(compile(snippet[1].replace("parallel = load_recipe", "parallel = load_recipe"), "README.md", "exec"), names)  # noqa: S102
+    assert names["logits"].shape == (1, 32, 264)
+    names["parallel"].destroy()

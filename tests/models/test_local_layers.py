@@ -1,0 +1,125 @@
+"""Proves that the local layers compute what their docstrings say, carry Transformer Engine's names, and refuse what they cannot do."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from megatron_elastic.errors import UnsupportedError
+from megatron_elastic.models.hybrid import transformer_config
+from megatron_elastic.models.local_layers import LayerNormColumnParallelLinear, LocalDotProductAttention, LocalRMSNorm, document_lengths
+from megatron_elastic.parallel import ParallelContext
+from megatron_elastic.testing.tiny import tiny_shape
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def attention(parallel: ParallelContext, **changes: Any) -> LocalDotProductAttention:
+    config = dataclasses.replace(transformer_config(tiny_shape(), parallel), **changes)
+    return LocalDotProductAttention(config, 1, AttnMaskType.causal, "self")
+
+
+def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """[s, b, heads, d] x [s, b, kv heads, d] -> [s, b, heads * d], written out."""
+    repeat = query.shape[2] // key.shape[2]
+    key, value = key.repeat_interleave(repeat, 2), value.repeat_interleave(repeat, 2)
+    scores = torch.einsum("sbhd,tbhd->bhst", query, key) * query.shape[-1] ** -0.5
+    scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+    return torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1), value).flatten(2)
+
+
+def qkv(length: int, batch: int, heads: int, kv_heads: int, width: int) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(length, batch, h, width, generator=g, dtype=torch.float64).requires_grad_() for h in (heads, kv_heads, kv_heads)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (5, 1)])
+def test_attention_equals_its_formula(parallel: ParallelContext, heads: int, kv_heads: int) -> None:
+    """The heads come from the tensors: none of these is the config's 12."""
+    tensors = qkv(7, 3, heads, kv_heads, 5)
+    mine, expected = attention(parallel)(*tensors, None), plain_attention(*tensors)
+    torch.testing.assert_close(mine, expected)
+    weight = torch.randn_like(expected)
+    for a, b in zip(
+        torch.autograd.grad((mine * weight).sum(), tensors), torch.autograd.grad((expected * weight).sum(), tensors), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("padded", [None, [0, 4, 9]])
+def test_packed_attention_equals_each_document(parallel: ParallelContext, padded: list[int] | None) -> None:
+    tensors = qkv(11, 1, 6, 2, 5)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=torch.tensor([0, 3, 9]),
+        cu_seqlens_q_padded=None if padded is None else torch.tensor(padded),
+    )
+    out = attention(parallel)(*(t[:, 0] for t in tensors), None, packed_seq_params=packed)
+    ends = [*(padded or [0, 3, 9]), 11]
+    expected = torch.cat([plain_attention(*(t[a:b] for t in tensors)) for a, b in zip(ends, ends[1:], strict=False)])
+    assert out.shape == (11, 30)
+    torch.testing.assert_close(out, expected[:, 0])
+
+
+def test_empty_documents_are_skipped() -> None:
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 0, 5, 5, 8]))
+    assert document_lengths(packed, 8) == [5, 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_dropout": 0.1}, "attention dropout 0.1 is not supported by the local attention; use 0"),
+        ({"context_parallel_size": 2}, "parallel.context 2: the local attention has no context parallelism; use 1"),
+    ],
+)
+def test_attention_refuses_what_it_cannot_do(parallel: ParallelContext, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        attention(parallel, **changes)
+
+
+def test_attention_refuses_another_mask(parallel: ParallelContext) -> None:
+    config = transformer_config(tiny_shape(), parallel)
+    with pytest.raises(UnsupportedError, match="cross attention with a padding mask"):
+        LocalDotProductAttention(config, 1, AttnMaskType.padding, "cross")
+
+
+def test_norms_equal_their_formula(parallel: ParallelContext) -> None:
+    config = dataclasses.replace(transformer_config(tiny_shape(), parallel), layernorm_epsilon=0.1)
+    x = torch.randn(4, 2, 40)
+    alone = LocalRMSNorm(config, 40, 0.2)
+    linear = LayerNormColumnParallelLinear(
+        40,
+        24,
+        config=config,
+        init_method=torch.nn.init.normal_,
+        gather_output=False,
+        bias=True,
+        skip_bias_add=False,
+        is_expert=False,
+        tp_group=parallel.tp,
+    )
+    with torch.no_grad():
+        for parameter in (alone.weight, linear.layer_norm_weight, linear.bias):
+            parameter.normal_()
+    torch.testing.assert_close(alone(x), norm(x, alone.weight, 0.2))
+    expected = F.linear(norm(x, linear.layer_norm_weight, 0.1), linear.weight, linear.bias)
+    torch.testing.assert_close(linear(x)[0], expected)
+    assert set(dict(linear.named_parameters())) == {"layer_norm_weight", "weight", "bias"}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_norm_weights_say_whether_their_gradient_is_summed(parallel: ParallelContext, sequence_parallel: bool) -> None:
+    config = transformer_config(
+        tiny_shape(), dataclasses.replace(parallel, tensor=2 if sequence_parallel else 1, expert_tensor=2 if sequence_parallel else 1)
+    )
+    assert LocalRMSNorm(config, 40).weight.sequence_parallel is sequence_parallel
