@@ -28,36 +28,47 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
+class Seconds:
+    """How long one run took.
+
+    wall: by the clock on the wall; cpu: computing time of all threads of this process, which leaves out waiting for a core.
+    """
+
+    wall: float
+    cpu: float
+
+
+@dataclass(frozen=True, slots=True)
 class Timed:
     """What is timed (`run`), and what has to happen before each time (`prepare`, not timed)."""
 
     run: Callable[[], object]
     prepare: Callable[[], object]
 
-    def seconds(self) -> float:
-        """Wall time of one run. The garbage collector waits: it would charge one variant for another's garbage."""
+    def once(self) -> Seconds:
+        """Time one run. The garbage collector waits: it would charge one variant for another's garbage."""
         self.prepare()
         gc.collect()
         gc.disable()
         try:
-            start = time.perf_counter()
+            wall, cpu = time.perf_counter(), time.process_time()
             self.run()
-            return time.perf_counter() - start
+            return Seconds(time.perf_counter() - wall, time.process_time() - cpu)
         finally:
             gc.enable()
 
 
-def take_turns(variants: Mapping[str, Timed], rounds: int, *, warm_up: int, done: Callable[[int], object]) -> dict[str, list[float]]:
-    """Seconds of every variant in each of `rounds` rounds; round n starts with variant n, so that none always follows the same load.
+def take_turns(variants: Mapping[str, Timed], rounds: int, *, warm_up: int, done: Callable[[int], object]) -> dict[str, list[Seconds]]:
+    """Every variant's times in each of `rounds` rounds; round n starts with variant n, so that none always follows the same one.
 
     warm_up: rounds that are run first and not counted; done: called after each counted round with the number of rounds so far.
     """
     names = list(variants)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[Seconds]] = {name: [] for name in names}
     for turn in range(-warm_up, rounds):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            taken = variants[name].seconds()
+            taken = variants[name].once()
             if turn >= 0:
                 seconds[name].append(taken)
         if turn >= 0:
@@ -65,6 +76,6 @@ def take_turns(variants: Mapping[str, Timed], rounds: int, *, warm_up: int, done
     return seconds
 
 
-def paired(seconds: Mapping[str, Sequence[float]], name: str, base: str) -> Spread:
-    """Spread of the ratios of two variants, each ratio from one round."""
-    return Spread.of([one / other for one, other in zip(seconds[name], seconds[base], strict=True)])
+def paired(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
+    """Spread of the ratios of two variants' times, each ratio from one round."""
+    return Spread.of([one / other for one, other in zip(numerators, denominators, strict=True)])

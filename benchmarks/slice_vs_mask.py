@@ -14,7 +14,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.paired import Spread, Timed, paired, take_turns
+from benchmarks.paired import Seconds, Spread, Timed, paired, take_turns
 from megatron_elastic import __version__
 from megatron_elastic.axes import ElasticSpace, SubmodelPlan
 from megatron_elastic.config import load_recipe, to_plain
@@ -31,7 +31,7 @@ from megatron_elastic.cost import flops_per_token, widths_of
 from megatron_elastic.errors import ConfigError, ElasticError
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.preflight import check_sequence_length
-from megatron_elastic.shape import ModelShape, resize
+from megatron_elastic.shape import ModelShape, parent_plan, resize
 
 FORMAT_VERSION = 1
 TOLERANCE = 1e-4
@@ -126,8 +126,6 @@ class Comparison:
         return {"slice": small, "mask": parent, "extracted": small, "parent": parent}
 
     def _flops_of(self, plan: SubmodelPlan | None) -> int:
-        from megatron_elastic.shape import parent_plan
-
         widths = widths_of(plan or parent_plan(self.shape), self.shape.num_layers)
         return self.tokens * int(flops_per_token(self.shape, widths, self.tokens))
 
@@ -181,8 +179,14 @@ def measure(options: Options, parallel: ParallelContext) -> dict[str, Any]:
         "largest_logit_difference": difference,
         "flops": comparison.flops(),
         "saved_bytes": {name: comparison.saved_bytes(name) for name in VARIANTS},
-        "ratios": {f"{name}/{base}": asdict(paired(seconds, name, base)) for name, base in PAIRS},
+        "ratios": _ratios(seconds, "wall"),
+        "cpu_ratios": _ratios(seconds, "cpu"),
     }
+
+
+def _ratios(seconds: Mapping[str, Sequence[Seconds]], clock: str) -> dict[str, dict[str, float]]:
+    times = {name: [getattr(taken, clock) for taken in runs] for name, runs in seconds.items()}
+    return {f"{name}/{base}": asdict(paired(times[name], times[base])) for name, base in PAIRS}
 
 
 class _Progress:
@@ -209,20 +213,24 @@ def print_report(result: dict[str, Any]) -> None:
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("variant", no_wrap=True)
-    for title in ("time / extracted (quartiles)", "forward GFLOPs", "FLOPs / extracted", "saved MiB", "saved / extracted"):
+    for title in ("time / extracted (quartiles)", "CPU time / extracted (quartiles)", "forward GFLOPs", "FLOPs / extracted", "saved MiB", "saved / extracted"):
         table.add_column(title, justify="right", no_wrap=True)
     flops, saved = result["flops"], result["saved_bytes"]
     for name in VARIANTS:
-        ratio = "1" if name == "extracted" else str(Spread(**result["ratios"][f"{name}/extracted"]))
+        times = ["1" if name == "extracted" else _spread(result, clock, f"{name}/extracted") for clock in ("ratios", "cpu_ratios")]
         sizes = (f"{flops[name] / 1e9:.2f}", f"{flops[name] / flops['extracted']:.2f}")
         memory = (f"{saved[name] / 2**20:.1f}", f"{saved[name] / saved['extracted']:.2f}")
-        table.add_row(name, ratio, *sizes, *memory)
+        table.add_row(name, *times, *sizes, *memory)
     parent = result["shape"]
     widths = ", ".join(f"{axis} {width}" for axis, width in result["plan"]["widths"].items())
     print(f"{result['recipe']}: {parent['layer_pattern']}, hidden {parent['hidden_size']}; the plan: {widths}, dropped layers {result['plan']['dropped_layers']}")
     print(f"{result['tokens']} tokens, {result['pairs']} pairs, {result['threads']} threads; logits agree to {result['largest_logit_difference']:.0e}\n")
     Console(width=140).print(table)
-    print(f"\nslice / mask: {Spread(**result['ratios']['slice/mask'])}\n")
+    print(f"\nslice / mask: {_spread(result, 'ratios', 'slice/mask')}, CPU time {_spread(result, 'cpu_ratios', 'slice/mask')}\n")
+
+
+def _spread(result: dict[str, Any], clock: str, pair: str) -> str:
+    return str(Spread(**result[clock][pair]))
 
 
 def parse(arguments: Sequence[str] | None) -> Options:

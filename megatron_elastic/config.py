@@ -62,15 +62,15 @@ class RouterConfig:
     samples_per_decision: int = 8
     """Consecutive samples of the global batch that share one decision."""
     temperature: tuple[float, float] = (1.0, 0.05)
-    """Gumbel-softmax temperature at the start and the end of the elastic stages (geometric)."""
+    """Gumbel-softmax temperature at the start and the end of the router's learning (geometric)."""
     logit_scale: tuple[float, float] = (1.0, 10.0)
     """Multiplies the logits, at the start and the end (linear)."""
     budget_weight: float = 1.0
     """Weight of |cost/target - 1| against the distillation loss."""
     tolerance: tuple[float, float] = (0.05, 0.02)
     """Relative deviation from a target without loss, at the start and the end; the end is what a plan must meet."""
-    nest: Literal["check", "enforce"] = "check"
-    """Whether a smaller budget that is wider than a larger one is an error, or is narrowed."""
+    learn_share: float = 1.0
+    """Share of the elastic steps in which the router learns; then its plans are fixed and trained in slice mode."""
     clip_grad: float = 1.0
     """Largest norm of the router's gradient."""
 
@@ -299,7 +299,7 @@ _BOUNDS: Mapping[str, tuple[str, ...]] = {
         *("elastic.shard_groups", "elastic.expert_groups", "router.hidden", "router.samples_per_decision", "distill.chunk_tokens"),
         *("checkpoint.interval", "eval.interval", "eval.samples", "log.interval"),
     ),
-    "above 0": ("router.temperature", "router.logit_scale", "router.tolerance", "distill.temperature", "optimizer.eps"),
+    "above 0": ("router.temperature", "router.logit_scale", "router.tolerance", "router.learn_share", "distill.temperature", "optimizer.eps"),
     "at least 0": (
         *("router.budget_weight", "router.clip_grad", "distill.kl_weight", "distill.ce_weight", "optimizer.weight_decay"),
         *("optimizer.clip_grad", "checkpoint.keep"),
@@ -329,6 +329,8 @@ def _bound_problems(recipe: Recipe) -> list[str]:
 
 def _elastic_problems(recipe: Recipe, elastic: ElasticConfig) -> list[str]:
     problems = []
+    if recipe.router.learn_share > 1:
+        problems.append(f"router.learn_share {recipe.router.learn_share} must be at most 1")
     for name in elastic.axes:
         if name not in list(ElasticAxis):
             near = difflib.get_close_matches(name, list(ElasticAxis), 1)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -100,6 +100,69 @@ def uniform_plan(
     miss = np.where(grid.nested_in(outer), np.abs(grid.costs / target - 1), np.inf)
     eligible = miss <= max(tolerance, miss.min())
     return grid.plan_at(np.where(eligible, grid.spread, np.inf))
+
+
+def most_probable_family(
+    space: ElasticSpace,
+    shape: ModelShape,
+    targets: Mapping[str, float | SubmodelPlan],
+    cost: Cost,
+    probabilities: Mapping[str, Mapping[ElasticAxis, Sequence[float]]],
+    tolerance: float,
+) -> dict[str, SubmodelPlan] | None:
+    """For each budget the most probable plan of a family: within `tolerance` of its target, nested in the larger budget's plan, and leaving
+    room for the smaller ones. None when there is no such family.
+
+    targets: budget -> absolute cost, or the plan it pins; from the largest budget to the smallest.
+    probabilities: budget -> axis -> of its choices, independent of each other, for every budget that pins no plan. In a space too large
+    to enumerate only the most probable choices are looked at.
+    """
+    likely = _likely_subspace(space, targets, probabilities)
+    grid = _Grid.of(likely, shape, cost)
+    fits: dict[str, Flags] = {}
+    room = np.ones(grid.dims, dtype=bool)
+    for name, target in reversed(targets.items()):
+        near = grid.is_plan(target) if isinstance(target, SubmodelPlan) else np.abs(grid.costs / target - 1) <= tolerance
+        fits[name] = near & room
+        room = grid.containing_any(fits[name])
+    plans, inside = {}, np.ones(grid.dims, dtype=bool)
+    for name, target in targets.items():
+        possible = fits[name] & inside
+        if not possible.any():
+            return None
+        if not isinstance(target, SubmodelPlan):
+            logs = [np.log([max(chance[n], 1e-30) for n in spec.choices]) for spec, chance in _chances(space, likely, probabilities[name])]
+            target = grid.plan_at(np.where(possible, -sum(np.ix_(*logs), np.zeros(grid.dims)), np.inf))
+        plans[name], inside = target, grid.nested_in(target)
+    return plans
+
+
+def _chances(
+    space: ElasticSpace, likely: ElasticSpace, probabilities: Mapping[ElasticAxis, Sequence[float]]
+) -> list[tuple[AxisSpec, dict[int, float]]]:
+    """Each axis of `likely` with the probability of every choice that `space` has."""
+    return [
+        (spec, dict(zip(whole.choices, probabilities[spec.axis], strict=True))) for spec, whole in zip(likely.axes, space.axes, strict=True)
+    ]
+
+
+def _likely_subspace(
+    space: ElasticSpace, targets: Mapping[str, float | SubmodelPlan], probabilities: Mapping[str, Mapping[ElasticAxis, Sequence[float]]]
+) -> ElasticSpace:
+    """The space without its least probable choices, until it can be enumerated; the parent's and those of pinned plans stay."""
+    pinned = [space.parent, *(target for target in targets.values() if isinstance(target, SubmodelPlan))]
+    kept = {spec.axis: list(spec.choices) for spec in space.axes}
+    best: dict[tuple[ElasticAxis, int], float] = {}
+    for chances in probabilities.values():
+        for spec, chance in _chances(space, space, chances):
+            for choice, value in chance.items():
+                best[spec.axis, choice] = max(value, best.get((spec.axis, choice), 0.0))
+    protected = {(spec.axis, space.choice_of(plan, spec.axis)) for spec in space.axes for plan in pinned}
+    droppable = sorted((value, key) for key, value in best.items() if key not in protected)
+    while math.prod(len(choices) for choices in kept.values()) > ENUMERATED_PLANS and droppable:
+        axis, choice = droppable.pop(0)[1]
+        kept[axis].remove(choice)
+    return replace(space, axes=tuple(replace(spec, choices=tuple(kept[spec.axis])) for spec in space.axes))
 
 
 def check_targets(
@@ -207,6 +270,12 @@ class _Grid:
         """Marks every plan that is nested in at least one marked plan."""
         for dim in range(marks.ndim):
             marks = np.logical_or.accumulate(marks, axis=dim)
+        return marks
+
+    def containing_any(self, marks: Flags) -> Flags:
+        """Marks every plan in which at least one marked plan is nested."""
+        for dim in range(marks.ndim):
+            marks = np.flip(np.logical_or.accumulate(np.flip(marks, dim), axis=dim), dim)
         return marks
 
     def nested_in(self, plan: SubmodelPlan) -> Flags:

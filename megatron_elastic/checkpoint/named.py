@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from megatron_elastic.axes import ElasticSpace, SubmodelPlan
 from megatron_elastic.checkpoint.files import CheckpointKind, Description, new_checkpoint, open_checkpoint
+from megatron_elastic.checkpoint.streams import DeferredErrors
 from megatron_elastic.errors import CheckpointError, raise_all
 from megatron_elastic.layout import full_shapes
 from megatron_elastic.shape import ModelShape
@@ -153,7 +154,8 @@ def write_named(
     waiting = full_shapes(shape)
     index = _Index()
     with new_checkpoint(directory, description) as temporary:
-        with (temporary / "__0_0.distcp").open("wb") as stream:
+        with (temporary / "__0_0.distcp").open("wb") as file:
+            stream = DeferredErrors(file)
             for name, tensor in tensors:
                 wanted = waiting.pop(name, None)
                 if wanted is None:
@@ -164,7 +166,7 @@ def write_named(
                 for key, part in zip(parts_of(name, shape), tensor.detach().split(sizes), strict=True):
                     start = stream.tell()
                     whole = part.to("cpu").contiguous().clone()  # a view would bring its whole storage along
-                    torch.save(whole, stream)
+                    torch.save(whole, stream)  # pyright: ignore[reportArgumentType] - it asks for a write method
                     index.add(key, whole, _StorageInfo("__0_0.distcp", start, stream.tell() - start))
         raise_all(CheckpointError, [f"{name} was not given" for name in waiting], f"checkpoint {str(directory)!r}")
         (temporary / ".metadata").write_bytes(pickle.dumps(index.metadata()))

@@ -27,7 +27,7 @@ from megatron_elastic.runs import add_selected, num_kept, select, select_matrix
 
 
 class ElasticMatmul(torch.autograd.Function):
-    """x [..., kept cols] times the kept part of weight [rows, cols], transposed: [..., kept rows].
+    """x [tokens, kept cols] times the kept part of weight [rows, cols], transposed: [tokens, kept rows].
 
     The weight's gradient goes to `weight.main_grad` when megatron's DDP made one, else it is returned with zeros outside the plan.
     """
@@ -37,45 +37,46 @@ class ElasticMatmul(torch.autograd.Function):
         """Save the input and the whole weight; the kept part is taken again in the backward rather than stored."""
         ctx.save_for_backward(x, weight)
         ctx.rows, ctx.cols = rows, cols
-        if not x.numel():  # an expert without tokens: nothing is worth a copy of its weight
-            return x.new_empty(*x.shape[:-1], num_kept(weight.shape[0], rows))
-        return _flat(x).mm(select_matrix(weight, rows, cols).t()).unflatten(0, x.shape[:-1])
+        if not len(x):  # an expert without tokens: its weight is not worth a copy
+            return x.new_empty(0, num_kept(weight.shape[0], rows))
+        return x.mm(select_matrix(weight, rows, cols).t())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         """Gradients of the input and of the weight."""
         x, weight = ctx.saved_tensors
-        grad, used = _flat(grads[0]), x.numel() > 0
+        grad = grads[0]
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad.mm(select_matrix(weight, ctx.rows, ctx.cols)).view(x.shape) if used else torch.empty_like(x)
+            grad_x = grad.mm(select_matrix(weight, ctx.rows, ctx.cols)) if len(x) else torch.empty_like(x)
         if not ctx.needs_input_grad[1]:
             return grad_x, None, None, None
-        part = grad.t().mm(_flat(x)) if used else None
-        if hasattr(weight, "main_grad"):
-            if part is not None:
-                add_selected(weight.main_grad, part, ctx.rows, ctx.cols)
-            # DDP's hook must run, and must not add anything: megatron's own fused path hands it the same empty stand-in.
-            weight.grad_added_to_main_grad = True
-            return grad_x, torch.empty_like(weight), None, None
-        if part is not None and ctx.rows is None and ctx.cols is None:
-            return grad_x, part, None, None
-        whole = torch.zeros_like(weight)
-        if part is not None:
-            add_selected(whole, part, ctx.rows, ctx.cols)
-        return grad_x, whole, None, None
+        return grad_x, _weight_gradient(grad, x, weight, ctx.rows, ctx.cols), None, None
 
 
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    """[..., features] -> [all, features]: torch multiplies row by row where it thinks a strided operand cannot be flattened."""
-    return x.reshape(-1, x.shape[-1])
+def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rows: Runs | None, cols: Runs | None) -> torch.Tensor:
+    """grad [tokens, kept rows] transposed times x [tokens, kept cols], in `main_grad` or returned in the weight's shape."""
+    fused = hasattr(weight, "main_grad")
+    if not fused and rows is None and cols is None:
+        return grad.t().mm(x)
+    whole = weight.main_grad if fused else torch.zeros_like(weight)
+    if len(x):
+        add_selected(whole, grad.t().mm(x), rows, cols)
+    if not fused:
+        return whole
+    # DDP's hook must run, and must not add anything: megatron's own fused path hands it the same empty stand-in.
+    weight.grad_added_to_main_grad = True
+    return torch.empty_like(weight)
 
 
 def elastic_matmul(x: torch.Tensor, weight: torch.Tensor, rows: Runs | None, cols: Runs | None) -> torch.Tensor:
-    """`ElasticMatmul` as a function."""
-    result = ElasticMatmul.apply(x, weight, rows, cols)
+    """`ElasticMatmul` for x [..., kept cols]: [..., kept rows].
+
+    Flattened first: given three dims and strides that it cannot fold, torch multiplies row by row, several times as slow.
+    """
+    result = ElasticMatmul.apply(x.reshape(-1, x.shape[-1]), weight, rows, cols)
     assert isinstance(result, torch.Tensor)
-    return result
+    return result.view(*x.shape[:-1], result.shape[-1])
 
 
 @dataclass(frozen=True)

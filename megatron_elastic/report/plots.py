@@ -121,10 +121,8 @@ def _draw_shares(axes: Any, steps: Sequence[int], shares: Sequence[Sequence[floa
 
 
 def _mark_boundaries(axes: Any, record: RunRecord) -> None:
-    done = 0
-    for stage in record.stages[:-1]:
-        done += stage.total_steps
-        axes.axvline(done, color="white", linewidth=1.2, linestyle=(0, (2, 1.5)))
+    for number in range(1, len(record.stages)):
+        axes.axvline(record.first_step(number), color="#999999", linewidth=1.2, linestyle=(0, (1, 1.5)))
 
 
 def _label_choices(axes: Any, choices: Sequence[int]) -> None:
@@ -159,35 +157,51 @@ def plot_costs(record: RunRecord, path: Path) -> None:
                 _draw_noisy(axes, [record.elastic_step(row) for row in drawn], [row.values["cost_ratio"][name] for row in drawn], colour)
             plans = [row for stage in record.stages for row in record.rows_of("eval", stage)]
             ratios = [row.values["cost_ratio"][name] for row in plans]
-            axes.plot([record.elastic_step(row) for row in plans], ratios, color=colour, marker="D", linestyle="none", markersize=7, markeredgecolor="white")
+            axes.plot(
+                [record.elastic_step(row) for row in plans],
+                ratios,
+                color=colour,
+                marker="D",
+                linestyle="none",
+                markersize=7,
+                markeredgecolor="white",
+            )
         handles = [Line2D([], [], color=colour, label=name) for name, colour in colours(record.budgets).items()]
         handles += [
-            Line2D([], [], color="#777777", linewidth=1, label="expected, in training"),
-            Line2D([], [], color="#777777", marker="D", markeredgecolor="white", linestyle="none", label="exact, hard plan"),
+            Line2D([], [], color="#777777", linewidth=1, label="expected"),
+            Line2D([], [], color="#777777", marker="D", markeredgecolor="white", linestyle="none", label="hard plan"),
             band,
+            *_mark_fixed(axes, record),
         ]
-        legend_above(figure, handles, [handle.get_label() for handle in handles])
+        legend_above(figure, handles, [str(handle.get_label()) for handle in handles])
         assert record.recipe.elastic is not None
         axes.set(xlabel="elastic steps", ylabel=f"cost / target ({record.recipe.elastic.cost})")
-        last = sum(stage.total_steps for stage in record.stages)
+        last = record.first_step(len(record.stages))
         axes.set_xlim(-0.015 * last, 1.015 * last)
-        spans, done = [], 0
-        for stage in record.stages:
-            spans.append((stage, done, done + stage.total_steps))
-            done += stage.total_steps
+        spans = [(stage, record.first_step(number), record.first_step(number + 1)) for number, stage in enumerate(record.stages)]
         mark_stages(axes, spans, titles=True)
 
 
 def _draw_tolerance(axes: Any, record: RunRecord) -> Any:
     """The band inside which the budget loss is zero, over all elastic steps; returns its handle."""
-    last = sum(stage.total_steps for stage in record.stages)
+    last = record.first_step(len(record.stages))
     start, end = record.recipe.router.tolerance
     steps = list(range(last + 1))
-    allowed = [tolerance(step / last, start, end=end) for step in steps]
+    learned = [min(step / max(last - 1, 1) / record.recipe.router.learn_share, 1.0) for step in steps]
+    allowed = [tolerance(share, start, end=end) for share in learned]
     axes.axhline(1, color="#999999", linewidth=0.8, zorder=1)
     return axes.fill_between(
         steps, [1 - one for one in allowed], [1 + one for one in allowed], color="#BBBBBB", alpha=0.5, linewidth=0, label="tolerance"
     )
+
+
+def _mark_fixed(axes: Any, record: RunRecord) -> list[Any]:
+    """Mark the step from which a learned router's plans stand; returns its handle, none when the router learns to the end."""
+    router = record.recipe.router
+    if router.choice != "learned" or router.learn_share == 1:
+        return []
+    step = router.learn_share * (record.first_step(len(record.stages)) - 1)
+    return [axes.axvline(step, color="#777777", linewidth=1.2, linestyle=(0, (6, 2)), zorder=1, label="plans fixed")]
 
 
 def plot_quality(record: RunRecord, rows: Sequence[BudgetRow], baseline_rows: Sequence[BudgetRow], path: Path) -> None:

@@ -88,8 +88,11 @@ class RunRecord:
 
     def elastic_step(self, row: Row) -> int:
         """Steps of all elastic stages before `row`."""
-        names = [stage.name for stage in self.stages]
-        return sum(stage.total_steps for stage in self.stages[: names.index(row.stage)]) + row.step
+        return self.first_step([stage.name for stage in self.stages].index(row.stage)) + row.step
+
+    def first_step(self, number: int) -> int:
+        """Elastic steps before elastic stage `number` (from 0; the number of stages for all steps)."""
+        return sum(stage.total_steps for stage in self.stages[:number])
 
     def first_token(self, stage: StageConfig) -> int:
         """Tokens of the run before a stage."""
@@ -126,7 +129,9 @@ def read_run(path: Path) -> RunRecord:
     names = [stage.name for stage in elastic_stages(recipe)]
     evaluated = [row for row in rows if row.kind == "eval" and row.stage in names]
     if not evaluated:
-        raise CheckpointError(f"{path}: no elastic stage ({', '.join(names)}) has been evaluated yet; continue with `megatron-elastic train`")
+        raise CheckpointError(
+            f"{path}: no elastic stage ({', '.join(names)}) has been evaluated yet; continue with `megatron-elastic train`"
+        )
     last, end = evaluated[-1], elastic_stages(recipe)[-1]
     if (last.stage, last.step) != (end.name, end.total_steps):
         steps = next(stage.total_steps for stage in recipe.stages if stage.name == last.stage)
@@ -174,7 +179,9 @@ def _read_verify(path: Path, expected: str, notes: list[str]) -> Mapping[str, Ma
         raise CheckpointError(f"{path} is not JSON; run `megatron-elastic verify {path.parent}` again") from None
     version = data.get("format_version") if isinstance(data, dict) else None
     if version != VERIFY_FORMAT_VERSION:
-        raise CheckpointError(f"{path}: format_version {version!r} is not {VERIFY_FORMAT_VERSION}; run `megatron-elastic verify {path.parent}` again")
+        raise CheckpointError(
+            f"{path}: format_version {version!r} is not {VERIFY_FORMAT_VERSION}; run `megatron-elastic verify {path.parent}` again"
+        )
     if data["checkpoint"] != expected:
         notes.append(f"{path} is of checkpoint {data['checkpoint']}, not of {expected}; run `megatron-elastic verify {path.parent}` again")
     return data["budgets"]

@@ -15,7 +15,7 @@ PARENT_COLOUR = "#333333"
 _PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C6BB1")
 """Okabe and Ito's colours, which stay apart for colour-blind eyes (and one purple)."""
 
-_SETTINGS: Mapping[str, Any] = {
+_SETTINGS: Mapping[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
@@ -74,6 +74,6 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
 
 def legend_above(figure: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:
     """One legend for a figure, above its axes, in as few rows as leave every entry its room."""
-    columns = max(1, math.floor(11 * figure.get_figwidth() / (8 + max(map(len, labels)))))
-    rows = math.ceil(len(handles) / columns)
-    figure.legend(handles, labels, loc="outside upper center", ncols=math.ceil(len(handles) / rows))
+    characters = sum(len(label) + 8 for label in labels)  # a handle and the gaps take the room of eight
+    rows = math.ceil(characters / (14 * figure.get_figwidth()))
+    figure.legend(handles, labels, loc="outside upper center", ncols=math.ceil(len(labels) / rows))

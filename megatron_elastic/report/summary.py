@@ -108,7 +108,9 @@ def check_comparable(record: RunRecord, baseline: RunRecord) -> None:
         }
 
     mine, theirs = measured(record), measured(baseline)
-    problems = [f"{key} {theirs[key]} is not the run's {mine[key]}; train the baseline with the run's" for key in mine if mine[key] != theirs[key]]
+    problems = [
+        f"{key} {theirs[key]} is not the run's {mine[key]}; train the baseline with the run's" for key in mine if mine[key] != theirs[key]
+    ]
     raise_all(ConfigError, problems, f"baseline {baseline.path}")
 
 
@@ -137,7 +139,9 @@ def _full_against_parent(record: RunRecord, full: BudgetRow) -> Fact:
         needed = f"the parent's held-out loss on {stage.sequence_length:,} tokens, `parent_loss` of an eval row of stage {stage.name}, is missing"
         return Fact(name, None, needed)
     worse = full.last_loss / parent - 1
-    return Fact(name, worse <= PARENT_TOLERANCE, f"{full.last_loss:.4f} against {parent:.4f}, {worse:+.1%}, on {stage.sequence_length:,} tokens")
+    return Fact(
+        name, worse <= PARENT_TOLERANCE, f"{full.last_loss:.4f} against {parent:.4f}, {worse:+.1%}, on {stage.sequence_length:,} tokens"
+    )
 
 
 def _improved(record: RunRecord, smallest: BudgetRow) -> Fact:
@@ -148,10 +152,16 @@ def _improved(record: RunRecord, smallest: BudgetRow) -> Fact:
         if start is not None and end is not None:
             moves.append((stage.name, start, end))
     detail = ", ".join(f"{name} {start:.4f} to {end:.4f}" for name, start, end in moves)
-    return Fact(f"{smallest.budget} better after each stage", all(end < start for _, start, end in moves) if moves else None, detail or "no stage has ended")
+    return Fact(
+        f"{smallest.budget} better after each stage",
+        all(end < start for _, start, end in moves) if moves else None,
+        detail or "no stage has ended",
+    )
 
 
-def report_data(record: RunRecord, rows: Sequence[BudgetRow], found: Sequence[Fact], notes: Sequence[str], plots: Sequence[str]) -> dict[str, Any]:
+def report_data(
+    record: RunRecord, rows: Sequence[BudgetRow], found: Sequence[Fact], notes: Sequence[str], plots: Sequence[str]
+) -> dict[str, Any]:
     """report.json: plain data of everything that is printed; plots: names of the files beside it."""
     assert record.recipe.elastic is not None
     return {

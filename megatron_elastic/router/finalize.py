@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_elastic.axes import ElasticAxis, ElasticSpace, SubmodelPlan
-from megatron_elastic.cost import widths_of
-from megatron_elastic.errors import ConfigError, PlanError, raise_all
-from megatron_elastic.planning import Cost, describe_miss, order_budgets
+from megatron_elastic.errors import PlanError, raise_all
+from megatron_elastic.planning import Cost, describe_miss, most_probable_family, nearest_plan, order_budgets, plan_cost
+from megatron_elastic.shape import ModelShape
 
 if TYPE_CHECKING:
     from megatron_elastic.router.network import BudgetRouter
-
-NEST_MODES = ("check", "enforce")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,67 +31,70 @@ class FamilyReport:
 def examine(
     router: BudgetRouter,
     space: ElasticSpace,
+    shape: ModelShape,
     budgets: Mapping[str, float],
-    cost_fn: Cost,
-    tolerance: float,
+    cost: Cost,
     *,
-    num_layers: int,
-    full: str | None,
-    nest: str = "check",
+    fixed: Mapping[str, SubmodelPlan],
+    tolerance: float,
 ) -> FamilyReport:
-    """The most probable plan of each budget, with what is wrong with it; for showing during training.
+    """The family a router stands for now: for each budget the most probable plan within `tolerance` (relative) of its target that nests.
 
-    budgets: name -> target cost; full: the budget that is the parent whatever the router says, or None; tolerance: relative.
-    nest: "check" reports a budget that is wider than a larger one, "enforce" narrows it to the larger one's width.
-    Raises ConfigError for another `nest` or a budget the router was not made for.
+    The argmax of every axis alone can be far off: the router's loss sees the cost of a mixture. budgets: name -> target cost;
+    fixed: budget -> plan for those the router does not choose, the parent among them. A budget no plan fits gets the nearest one, and
+    a problem.
     """
-    if nest not in NEST_MODES:
-        raise ConfigError(f"router.nest {nest!r} is unknown; use {' or '.join(NEST_MODES)}")
     names = order_budgets(budgets)
-    widths: dict[str, dict[ElasticAxis, int]] = {}
-    for name in names:
-        logits = {} if name == full else router.logits_of(name)
-        widths[name] = {spec.axis: spec.choices[int(logits[spec.axis].argmax())] if logits else spec.parent for spec in space.axes}
-    problems = []
-    for larger, smaller in itertools.pairwise(names):
-        for axis in widths[smaller]:
-            if widths[smaller][axis] <= widths[larger][axis]:
-                continue
-            if nest == "check":
-                problems.append(
-                    f"budget {smaller!r} has {axis.value} {widths[smaller][axis]}, wider than {widths[larger][axis]} of {larger!r}; "
-                    "train the router longer or set router.nest: enforce"
-                )
-            else:
-                widths[smaller][axis] = widths[larger][axis]
-    plans = {name: space.plan(widths[name]) for name in names}
-    costs = {name: float(cost_fn(widths_of(plan, num_layers))) for name, plan in plans.items()}
-    problems += [
-        f"{describe_miss(name, costs[name], budgets[name], tolerance)}; "
-        + ("the full budget is the parent, use its cost" if name == full else "train the router longer or widen router.tolerance")
+    wanted = {name: fixed.get(name, budgets[name]) for name in names}
+    chances = {
+        name: {axis: logits.detach().softmax(-1).tolist() for axis, logits in router.logits_of(name).items()}
         for name in names
-        if abs(costs[name] / budgets[name] - 1.0) > tolerance
+        if name not in fixed
+    }
+    plans = most_probable_family(space, shape, wanted, cost, chances, tolerance)
+    if plans is None:
+        plans, outer = {}, space.parent
+        for name in names:
+            outer = fixed[name] if name in fixed else nearest_plan(space, shape, budgets[name], cost, within=outer)
+            plans[name] = outer
+    return report_of(plans, shape, budgets, cost, tolerance)
+
+
+def report_of(
+    plans: Mapping[str, SubmodelPlan], shape: ModelShape, budgets: Mapping[str, float], cost: Cost, tolerance: float
+) -> FamilyReport:
+    """Plans with their exact costs, from the largest budget to the smallest, and every one that misses its target or does not nest."""
+    names = order_budgets(budgets)
+    costs = {name: plan_cost(shape, plans[name], cost) for name in names}
+    problems = [
+        f"{describe_miss(name, costs[name], budgets[name], tolerance)}; add choices to elastic.axes or widen router.tolerance"
+        for name in names
+        if abs(costs[name] / budgets[name] - 1) > tolerance
     ]
-    return FamilyReport(plans, costs, problems)
+    problems += [
+        f"budget {smaller!r} is wider than {larger!r} on some axis; give it a plan that nests"
+        for larger, smaller in itertools.pairwise(names)
+        if not plans[larger].contains(plans[smaller])
+    ]
+    return FamilyReport({name: plans[name] for name in names}, costs, problems)
 
 
 def finalize(
     router: BudgetRouter,
     space: ElasticSpace,
+    shape: ModelShape,
     budgets: Mapping[str, float],
-    cost_fn: Cost,
-    tolerance: float,
+    cost: Cost,
     *,
-    num_layers: int,
-    full: str | None,
-    nest: str = "check",
+    fixed: Mapping[str, SubmodelPlan],
+    tolerance: float,
 ) -> dict[str, SubmodelPlan]:
     """The plans of a trained family, from the largest budget to the smallest; arguments as in `examine`.
 
-    Raises PlanError listing every plan that does not nest or is further than `tolerance` from its target.
+    Raises PlanError listing every budget that no plan fits.
     """
-    report = examine(router, space, budgets, cost_fn, tolerance, num_layers=num_layers, full=full, nest=nest)
-    raise_all(PlanError, report.problems, "the router's plans are no family yet")
+    report = examine(router, space, shape, budgets, cost, fixed=fixed, tolerance=tolerance)
+    raise_all(PlanError, report.problems, "the router's plans are no family")
     return report.plans
 
 

@@ -145,7 +145,7 @@ class Evaluation(Callback):
             values["cost_ratio"] = {name: report.costs[name] / decider.targets[name] for name in report.plans}
             values["plans"] = {name: plan.to_dict() for name, plan in report.plans.items()}
             if decider.router is not None:
-                progress, settings = run.elastic_progress, run.recipe.router
+                progress, settings = decider.learned_share(run.elastic_progress), run.recipe.router
                 values["temperature"] = temperature(progress, *settings.temperature)
                 scale = logit_scale(progress, *settings.logit_scale)
                 values["router"] = {

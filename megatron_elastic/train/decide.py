@@ -18,7 +18,7 @@ from megatron_elastic.elastic.decision import Decision, Mode, hard_decision, sof
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.planning import Cost, plan_cost
 from megatron_elastic.preflight import budget_plans, budget_targets, recipe_cost
-from megatron_elastic.router.finalize import FamilyReport, examine
+from megatron_elastic.router.finalize import FamilyReport, examine, report_of
 from megatron_elastic.router.network import BudgetRouter
 from megatron_elastic.router.objective import anchor_loss, budget_loss, expected_widths
 from megatron_elastic.router.sampling import draw_budget, gumbel_noise, relaxed_choice
@@ -62,6 +62,8 @@ class Decider:
 
     def decide(self, stage: StageConfig, step: int, progress: float) -> list[GroupDecision]:
         """The decisions of a step, one for each group of samples; the same on every rank and every layout."""
+        if progress >= self.recipe.router.learn_share:
+            self.fixed = self.family().plans
         chances = stage.budget_probs or {name: 1 / len(self.targets) for name in self.targets}
         groups = []
         for group in range(stage.global_batch_size // self.recipe.router.samples_per_decision):
@@ -73,6 +75,10 @@ class Decider:
         plan = self.fixed[budget]
         return GroupDecision(budget, plan, plan_cost(self.shape, plan, self.cost) / self.targets[budget])
 
+    def learned_share(self, progress: float) -> float:
+        """Share of the router's own learning that is done: what temperature, logit scale and tolerance run over."""
+        return min(progress / self.recipe.router.learn_share, 1.0)
+
     def decision_of(self, group: GroupDecision) -> Decision | None:
         """What one microbatch of `group` runs; each has its own graph from the leaves, because each has its own backward."""
         if group.plan is not None:
@@ -83,7 +89,8 @@ class Decider:
         assert self.router is not None
         settings = self.recipe.router
         noise = gumbel_noise(self.recipe.seed, stage.name, step, group, self.space)
-        tau, scale = temperature(progress, *settings.temperature), logit_scale(progress, *settings.logit_scale)
+        learned = self.learned_share(progress)
+        tau, scale = temperature(learned, *settings.temperature), logit_scale(learned, *settings.logit_scale)
         logits = self.router.logits_of(budget)
         pi = {axis: relaxed_choice(value, noise[axis], tau, scale) for axis, value in logits.items()}
         leaves = {axis: value.detach().requires_grad_() for axis, value in pi.items()}
@@ -95,17 +102,18 @@ class Decider:
 
         num_tokens: of the global batch (0-d): the leaves' gradients are sums over tokens. Returns the gradient's norm before clipping.
         """
-        if self.router is None or self.optimizer is None:
+        if self.router is None or self.optimizer is None or progress >= self.recipe.router.learn_share:
             return 0.0
+        learned = self.learned_share(progress)
         soft = [(group.probabilities[axis], group.leaves[axis]) for group in groups for axis in group.leaves]
         settings = self.recipe.router
-        anchor = anchor_loss({axis: logits.softmax(-1) for axis, logits in self._full_logits(progress).items()})
+        anchor = anchor_loss({axis: logits.softmax(-1) for axis, logits in self._full_logits(learned).items()})
         loss = anchor / len(self.targets)
         if soft:
             gradients = torch.cat([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for _, leaf in soft])
             dist.all_reduce(gradients, group=parallel.world)
             loss = loss + (torch.cat([pi for pi, _ in soft]) * (gradients / num_tokens)).sum()
-            allowed = tolerance(progress, settings.tolerance[0], end=settings.tolerance[1])
+            allowed = tolerance(learned, settings.tolerance[0], end=settings.tolerance[1])
             misses = [budget_loss(torch.as_tensor(group.cost_ratio), 1.0, allowed) for group in groups if group.leaves]
             loss = loss + settings.budget_weight * torch.stack(misses).mean()
         self.optimizer.zero_grad()
@@ -116,25 +124,14 @@ class Decider:
         self.optimizer.step()
         return float(norm)
 
-    def _full_logits(self, progress: float) -> dict[ElasticAxis, torch.Tensor]:
+    def _full_logits(self, learned: float) -> dict[ElasticAxis, torch.Tensor]:
         assert self.router is not None
-        scale = logit_scale(progress, *self.recipe.router.logit_scale)
+        scale = logit_scale(learned, *self.recipe.router.logit_scale)
         return {axis: scale * logits for axis, logits in self.router.logits_of(self.full).items()}
 
     def family(self) -> FamilyReport:
-        """The hard plans the router stands for now (and the fixed ones), with what is wrong with them."""
-        if self.router is None:
-            costs = {name: plan_cost(self.shape, plan, self.cost) for name, plan in self.fixed.items()}
-            return FamilyReport({name: self.fixed[name] for name in self.targets}, costs, [])
-        settings = self.recipe.router
-        report = examine(
-            self.router,
-            self.space,
-            self.targets,
-            self.cost,
-            settings.tolerance[1],
-            num_layers=self.shape.num_layers,
-            full=self.full,
-            nest=settings.nest,
-        )
-        return FamilyReport(report.plans | self.fixed, report.costs | {n: plan_cost(self.shape, p, self.cost) for n, p in self.fixed.items()}, report.problems)
+        """The hard plans of every budget: fixed, or what the router stands for now, with what is wrong with them."""
+        allowed = self.recipe.router.tolerance[1]
+        if self.router is None or set(self.targets) <= set(self.fixed):
+            return report_of(self.fixed, self.shape, self.targets, self.cost, allowed)
+        return examine(self.router, self.space, self.shape, self.targets, self.cost, fixed=self.fixed, tolerance=allowed)

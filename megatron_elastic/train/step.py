@@ -129,5 +129,5 @@ def _loss_sums(names: list[str], outputs: list[dict[str, Any]], run: Run) -> tor
 def _mean_ratios(groups: list[GroupDecision]) -> dict[str, float]:
     ratios: dict[str, list[float]] = {}
     for group in groups:
-        ratios.setdefault(group.budget, []).append(float(group.cost_ratio))
+        ratios.setdefault(group.budget, []).append(float(torch.as_tensor(group.cost_ratio).detach()))
     return {name: sum(values) / len(values) for name, values in ratios.items()}

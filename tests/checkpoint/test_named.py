@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import tiny_run
 import torch
 
 from megatron_elastic.checkpoint import NamedTensors, load_checkpoint, save_checkpoint, write_named
+from megatron_elastic.checkpoint.streams import DeferredErrors
 from megatron_elastic.errors import CheckpointError
 from megatron_elastic.layout import full_shapes
 from megatron_elastic.parallel import ParallelContext
@@ -115,6 +118,19 @@ def test_views_are_written_without_their_storage(tmp_path):
     write_named(tmp_path / "a", tensors, shape)
     numbers = sum(torch.Size(size).numel() for size in full_shapes(shape).values())
     assert (tmp_path / "a" / "__0_0.distcp").stat().st_size < 4 * numbers + 4000 * len(full_shapes(shape))
+
+
+def test_a_disk_that_fills_up_leaves_nothing(tmp_path, monkeypatch):
+    shape, write = tiny_run.SHAPE, DeferredErrors.write
+
+    def full(self: DeferredErrors, data: bytes) -> int:
+        self._error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(self, data)
+
+    monkeypatch.setattr(DeferredErrors, "write", full)
+    with pytest.raises(CheckpointError, match="a' cannot be written: No space left on device"):
+        write_named(tmp_path / "a", ((name, torch.ones(size)) for name, size in full_shapes(shape).items()), shape)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_names_outside_the_model_are_key_errors(tmp_path):

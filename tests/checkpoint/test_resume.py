@@ -200,7 +200,7 @@ def test_a_disk_that_fills_up_leaves_the_previous_checkpoint(parallel, tmp_path,
 
     monkeypatch.setattr(FileSystem, "create_stream", full)
     for name in ("a", "b"):
-        with pytest.raises(CheckpointError, match=f"{name}' cannot be written: "):
+        with pytest.raises(CheckpointError, match=f"{name}' cannot be written: No space left on device"):
             save(run, tmp_path / name)
     assert latest_checkpoint(tmp_path) == tmp_path / "a" and sorted(p.name for p in tmp_path.iterdir()) == ["a", "latest"]
     assert open_checkpoint(tmp_path / "a").kind == "training"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from megatron_elastic.axes import ElasticAxis
 from megatron_elastic.cost import cost_function
-from megatron_elastic.errors import ConfigError, PlanError
+from megatron_elastic.errors import PlanError
 from megatron_elastic.planning import plan_cost
 from megatron_elastic.router.finalize import examine, finalize, hardened
 from megatron_elastic.router.network import BudgetRouter
@@ -48,10 +50,14 @@ def _budgets(*plans: tuple[int, int, int]) -> dict[str, float]:
 FULL, MEDIUM, SMALL = (24, 64, 4), (16, 48, 4), (12, 48, 3)
 
 
-def test_argmax_plans():
+def _finalize(router, budgets, tolerance, fixed=None):
+    return finalize(router, SPACE, SHAPE, budgets, COST, fixed={"full": SPACE.parent} if fixed is None else fixed, tolerance=tolerance)
+
+
+def test_argmax_plans_where_they_fit():
     budgets = _budgets(FULL, MEDIUM, SMALL)
     router = _router({"full": FULL, "medium": MEDIUM, "small": SMALL}, budgets)
-    plans = finalize(router, SPACE, budgets, COST, 0.01, num_layers=4, full="full")
+    plans = _finalize(router, budgets, 0.01)
     assert plans == {"full": SPACE.parent, "medium": _plan(*MEDIUM), "small": _plan(*SMALL)}
     assert plans["small"].dropped_layers == (2,)
 
@@ -59,36 +65,49 @@ def test_argmax_plans():
 def test_full_is_the_parent_whatever_the_router_says():
     budgets = _budgets(FULL, MEDIUM, SMALL)
     router = _router({"full": SMALL, "medium": MEDIUM, "small": SMALL}, budgets)
-    assert finalize(router, SPACE, budgets, COST, 0.01, num_layers=4, full="full")["full"] == SPACE.parent
-    with pytest.raises(PlanError, match="'full'"):
-        finalize(router, SPACE, budgets, COST, 0.01, num_layers=4, full=None)
+    assert _finalize(router, budgets, 0.01)["full"] == SPACE.parent
 
 
-def test_every_problem_is_listed_with_values():
+def test_a_pinned_plan_stands_and_the_smaller_budget_nests_in_it():
+    budgets = _budgets(FULL, (12, 64, 4), (12, 48, 4))
+    router = _router({"full": FULL, "medium": FULL, "small": (16, 48, 4)}, budgets)
+    plans = _finalize(router, budgets, 0.2, fixed={"full": SPACE.parent, "medium": _plan(12, 64, 4)})
+    assert plans["medium"] == _plan(12, 64, 4)
+    assert plans["medium"].contains(plans["small"])
+
+
+def test_an_argmax_off_target_gives_way_to_the_most_probable_plan_that_fits():
     budgets = _budgets(FULL, MEDIUM, SMALL)
     router = _router({"full": FULL, "medium": (16, 32, 3), "small": (24, 48, 4)}, budgets)
-    with pytest.raises(PlanError) as error:
-        finalize(router, SPACE, budgets, COST, 0.05, num_layers=4, full="full")
-    text = str(error.value)
-    assert "budget 'small' has hidden 24, wider than 16 of 'medium'" in text
-    assert "budget 'small' has ffn 48, wider than 32 of 'medium'" in text
-    assert "budget 'small' has layers 4, wider than 3 of 'medium'" in text
-    assert "budget 'medium': cost" in text
-    assert "router.nest: enforce" in text
-    report = examine(router, SPACE, budgets, COST, 0.05, num_layers=4, full="full")
-    assert len(report.problems) == 5
+    report = examine(router, SPACE, SHAPE, budgets, COST, fixed={"full": SPACE.parent}, tolerance=0.02)
+    assert report.problems == []
+    every = [_plan(*widths) for widths in itertools.product(*(spec.choices for spec in SPACE.axes))]
+
+    def fitting(name, outer):
+        return [p for p in every if outer.contains(p) and abs(plan_cost(SHAPE, p, COST) / budgets[name] - 1) <= 0.02]
+
+    def chance(name, plan):
+        pi = {axis: logits.softmax(-1) for axis, logits in router.logits_of(name).items()}
+        return float(torch.stack([pi[s.axis][s.choices.index(SPACE.choice_of(plan, s.axis))] for s in SPACE.axes]).prod())
+
+    medium = max((p for p in fitting("medium", SPACE.parent) if fitting("small", p)), key=lambda p: chance("medium", p))
+    small = max(fitting("small", medium), key=lambda p: chance("small", p))
+    assert report.plans == {"full": SPACE.parent, "medium": medium, "small": small}
     assert report.costs["small"] == plan_cost(SHAPE, report.plans["small"], COST)
 
 
-def test_enforce_projects_on_the_larger_budget():
-    budgets = _budgets(FULL, MEDIUM, (12, 48, 4))
-    router = _router({"full": FULL, "medium": MEDIUM, "small": (12, 64, 4)}, budgets)
-    with pytest.raises(PlanError, match="wider"):
-        finalize(router, SPACE, budgets, COST, 1.0, num_layers=4, full="full")
-    plans = finalize(router, SPACE, budgets, COST, 0.01, num_layers=4, full="full", nest="enforce")
-    assert plans["small"] == _plan(12, 48, 4)
-    with pytest.raises(ConfigError, match="'always' is unknown"):
-        finalize(router, SPACE, budgets, COST, 0.01, num_layers=4, full="full", nest="always")
+def test_a_target_that_no_plan_fits_is_named_with_its_values():
+    budgets = _budgets(FULL, MEDIUM, SMALL) | {"small": 0.52 * plan_cost(SHAPE, _plan(*SMALL), COST)}
+    router = _router({"full": FULL, "medium": MEDIUM, "small": SMALL}, budgets)
+    with pytest.raises(PlanError, match=r"budget 'small': cost \d+ is \+.*% from its target .*; add choices to elastic.axes or widen"):
+        _finalize(router, budgets, 0.01)
+
+
+def test_in_a_large_space_only_the_most_probable_choices_are_looked_at(monkeypatch):
+    budgets = _budgets(FULL, MEDIUM, SMALL)
+    router = _router({"full": FULL, "medium": MEDIUM, "small": SMALL}, budgets)
+    monkeypatch.setattr("megatron_elastic.planning.ENUMERATED_PLANS", 12)
+    assert _finalize(router, budgets, 0.01) == {"full": SPACE.parent, "medium": _plan(*MEDIUM), "small": _plan(*SMALL)}
 
 
 def test_hardened_probabilities():
@@ -119,5 +138,5 @@ def test_training_on_the_budget_loss_reaches_a_family():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    plans = finalize(router, SPACE, budgets, COST, 0.1, num_layers=4, full=None, nest="enforce")
+    plans = _finalize(router, budgets, 0.1, fixed={})
     assert plans["full"] == SPACE.parent

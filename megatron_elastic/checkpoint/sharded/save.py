@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -111,18 +111,11 @@ def _write_shards(state: ShardedStateDict, temporary: Path, directory: Path, par
         error = CheckpointError(cannot_write(directory, cause.strerror))
     except CheckpointException as cause:
         causes = [failure[0] for failure in cause.failures.values()]
-        if not all(isinstance(one, OSError | RuntimeError) for one in causes):
+        full = [one for one in causes if isinstance(one, OSError)]
+        if len(full) < len(causes):
             raise  # not the disk: a defect, with its traceback
-        error = CheckpointError(cannot_write(directory, _reason(causes)))
+        error = CheckpointError(cannot_write(directory, full[0].strerror))
     parallel.raise_together(error)
-
-
-def _reason(causes: Sequence[BaseException]) -> str | None:
-    """What the disk said; torch's writer hides it in a RuntimeError of its own."""
-    for cause in causes:
-        if isinstance(cause, OSError):
-            return cause.strerror
-    return " ".join(str(causes[0]).split())
 
 
 def _on_main(work: Callable[[], None], directory: Path, parallel: ParallelContext) -> None:

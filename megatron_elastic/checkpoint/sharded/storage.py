@@ -6,7 +6,11 @@ without a `__main__` guard hangs, and a fork beside running threads may. The fil
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,6 +21,23 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,  # pyright: ignore[reportPrivateUsage] - the inverse of what its loader does
     mcore_to_pyt_state_dict,
 )
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from megatron_elastic.checkpoint.streams import DeferredErrors
+
+
+class _CarefulFiles(FileSystem):
+    """Files whose write errors are raised in Python."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            careful = DeferredErrors(stream)
+            yield careful
+            careful.flush()
 
 
 class DirectSaveStrategy(TorchDistSaveShardedStrategy):
@@ -27,9 +48,11 @@ class DirectSaveStrategy(TorchDistSaveShardedStrategy):
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path | str) -> None:
         """Write this rank's main replicas into one file. Collective over all ranks."""
+        writer = dcp.FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True)
+        writer.fs = _CarefulFiles()
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         dcp.save(
             mcore_to_pyt_state_dict(flat, False, torch.device("cpu")),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
+            storage_writer=writer,
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
