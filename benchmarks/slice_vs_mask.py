@@ -66,8 +66,8 @@ class Variant:
 
 
 def half_width_plan(space: ElasticSpace) -> SubmodelPlan:
-    """Every elastic axis at the choice nearest to half of the parent's, the narrower of two."""
-    return space.plan({spec.axis: min(spec.choices, key=lambda n: (abs(n / spec.parent - 0.5), n)) for spec in space.axes})
+    """Every elastic axis at the choice nearest to half of the parent's, the narrower of two that are equally near."""
+    return space.plan({spec.axis: min(spec.choices, key=lambda n: (abs(2 * n - spec.parent), n)) for spec in space.axes})
 
 
 class Comparison:
@@ -108,7 +108,7 @@ class Comparison:
 
     @torch.no_grad()
     def largest_difference(self) -> float:
-        """Largest relative difference of the logits of slice and mask mode from the extracted model's. Raises ElasticError above `TOLERANCE`."""
+        """Largest relative difference of the logits of slice and mask mode from the extracted model's, at most `TOLERANCE`."""
         logits = {}
         for name in ("slice", "mask", "extracted"):
             with self.variants[name].running():
@@ -116,8 +116,7 @@ class Comparison:
         base = logits["extracted"]
         found = {name: float((logits[name] - base).norm() / base.norm()) for name in ("slice", "mask")}
         for name, difference in found.items():
-            if not difference <= TOLERANCE:
-                raise ElasticError(f"{name} mode's logits differ from the extracted model's by {difference:.1e}, more than {TOLERANCE}; nothing was timed")
+            assert difference <= TOLERANCE, f"{name} mode's logits are {difference:.1e} from the extracted model's; nothing was timed"
         return max(found.values())
 
     def flops(self) -> dict[str, int]:
@@ -207,7 +206,7 @@ def _versions() -> dict[str, str]:
 
 
 def print_report(result: dict[str, Any]) -> None:
-    """The result for people: the plan, then a table with one row a variant."""
+    """The plan and a table with one row a variant for people; then one line of JSON with everything."""
     from rich.console import Console
     from rich.table import Table
 
@@ -224,9 +223,10 @@ def print_report(result: dict[str, Any]) -> None:
     parent = result["shape"]
     widths = ", ".join(f"{axis} {width}" for axis, width in result["plan"]["widths"].items())
     print(f"{result['recipe']}: {parent['layer_pattern']}, hidden {parent['hidden_size']}; the plan: {widths}, dropped layers {result['plan']['dropped_layers']}")
-    print(f"{result['tokens']} tokens, {result['pairs']} pairs, {result['threads']} threads; logits agree to {result['largest_logit_difference']:.0e}\n")
+    print(f"{result['tokens']} tokens, {result['pairs']} pairs, threads: {result['threads']}; logits agree to {result['largest_logit_difference']:.0e}\n")
     Console(width=140).print(table)
     print(f"\nslice / mask: {_spread(result, 'ratios', 'slice/mask')}, CPU time {_spread(result, 'cpu_ratios', 'slice/mask')}\n")
+    print(json.dumps(result))
 
 
 def _spread(result: dict[str, Any], clock: str, pair: str) -> str:
@@ -258,7 +258,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print_report(result)
-    print(json.dumps(result))
     return 0
 
 

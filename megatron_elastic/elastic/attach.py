@@ -90,7 +90,7 @@ class ElasticHandle:
 
     def summary(self) -> str:
         """One line: what was attached on this rank."""
-        return "elastic: " + ", ".join(f"{axis.value} ({count} modules)" for axis, count in self.attached.items())
+        return "elastic: " + ", ".join(f"{axis.value} ({self.attached[axis]} modules)" for axis in ElasticAxis if axis in self.attached)
 
     def remove(self) -> None:
         """Give every module its own class back; the model is what it was before `elasticize`."""

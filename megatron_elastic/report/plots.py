@@ -14,7 +14,7 @@ from megatron_elastic.report.summary import BudgetRow
 from megatron_elastic.report.units import Scale, cost_scale, count_scale
 from megatron_elastic.router.schedules import tolerance
 
-SMOOTHED_FROM = 12
+SMOOTHED_FROM = 8
 """Points of one budget in one stage from which on a running mean is drawn over them."""
 
 

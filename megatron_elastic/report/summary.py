@@ -119,8 +119,11 @@ def facts(record: RunRecord, rows: Sequence[BudgetRow], baseline_rows: Sequence[
     everyone = [*rows, *baseline_rows]
     found = [_monotone(rows), _full_against_parent(record, rows[0])]
     far = [row for row in everyone if abs(row.cost_ratio - 1) > COST_TOLERANCE]
-    ratios = ", ".join(f"{row.budget} {row.cost_ratio:.3f}" + (f" in {row.run}" if baseline_rows else "") for row in far or everyone)
-    found.append(Fact(f"each cost within {COST_TOLERANCE:.0%} of its target", not far, f"cost/target {ratios}"))
+    shown = far or [max(everyone, key=lambda row: abs(row.cost_ratio - 1))]
+    ratios = ", ".join(f"{row.budget} {row.cost_ratio:.3f}" + (f" in {row.run}" if baseline_rows else "") for row in shown)
+    found.append(
+        Fact(f"each cost within {COST_TOLERANCE:.0%} of its target", not far, f"{'cost/target' if far else 'the farthest'}: {ratios}")
+    )
     if len(rows) > 1:
         found.append(_improved(record, rows[-1]))
     return found

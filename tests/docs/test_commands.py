@@ -15,8 +15,6 @@ import pytest
 from megatron_elastic.cli.main import build_app, run
 
 ROOT = Path(__file__).parents[2]
-SHORT = ["stages.parent.steps=2", "eval.samples=2"]
-
 
 def commands(page: Path) -> list[str]:
     """The lines of a page that begin with `$ megatron-elastic`."""
@@ -44,13 +42,15 @@ def test_commands_run_as_written(page: Path, tmp_path: Path, monkeypatch: pytest
         assert output.out.strip(), line
 
 
-def test_readme_snippet_runs() -> None:
+def test_readme_snippet_runs(parallel: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("megatron_elastic.parallel.ParallelContext.initialize", lambda **sizes: parallel)  # one per process
     snippet = re.search(r"```python\n(.+?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
     assert snippet is not None
     import torch
 
     tokens = torch.arange(32)[None]
     names = {"tokens": tokens, "positions": tokens.clone()}
-    exec(compile(snippet[1].replace("parallel = load_recipe", "parallel = load_recipe"), "README.md", "exec"), names)  # noqa: S102
+    exec(compile(snippet[1], "README.md", "exec"), names)
     assert names["logits"].shape == (1, 32, 264)
-    names["parallel"].destroy()
+    assert all(type(module).__module__.startswith(("megatron.core", "torch", "megatron_elastic.models")) for module in names["model"].modules())

@@ -1,0 +1,91 @@
+"""Directories of runs that were never trained: a recipe, metrics.jsonl with losses chosen by hand, verify.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_elastic.config import Recipe, load_recipe, to_plain
+from megatron_elastic.planning import plan_cost
+from megatron_elastic.preflight import budget_plans, budget_targets, recipe_cost
+
+RECIPE = Path(__file__).parents[1] / "cli" / "tiny.yaml"
+STEPS = ("stages.parent.steps=20", "stages.short.steps=12", "stages.long.steps=6", "stages.long.warmup_steps=2", "eval.interval=4")
+FLOOR = {"full": 2.0, "medium": 2.2, "small": 2.5}
+"""Held-out loss at the end of the first elastic stage; the second stage's is 0.25 lower."""
+
+BEFORE = {"full": 2.0, "medium": 3.0, "small": 5.0}
+LONG = -0.25
+
+
+def held_out(name: str, stage: str, share: float) -> float:
+    """The loss of a budget after `share` of a stage: from BEFORE to FLOOR in `short`; in `long` 0.05 better at its end."""
+    if stage == "short":
+        return BEFORE[name] + (FLOOR[name] - BEFORE[name]) * share
+    return FLOOR[name] + LONG - 0.05 * share
+
+
+def write_run(directory: Path, *overrides: str, parent_loss: bool = False, worse: float = 0.0) -> Path:
+    """Write a finished run; worse: added to every loss but the full budget's; parent_loss: whether eval rows hold it."""
+    recipe = load_recipe(RECIPE, [*STEPS, f"run_dir={directory}", *overrides])
+    directory.mkdir(parents=True)
+    (directory / "recipe.yaml").write_text(yaml.safe_dump(to_plain(recipe), sort_keys=False))
+    rows, tokens, done, family = [], 0, 0, _family(recipe)
+    for stage in recipe.stages:
+        for step in range(stage.total_steps + 1):
+            head = {"stage": stage.name, "step": step, "tokens": tokens + step * stage.global_batch_size * stage.sequence_length}
+            if step % recipe.eval.interval == 0 or step == stage.total_steps:
+                rows.append({"kind": "eval", **head, **_evaluation(family, stage.name, step / stage.total_steps, worse)})
+                if stage.elastic and parent_loss:
+                    rows[-1]["parent_loss"] = 2.0 if stage.name == "short" else 1.75
+            if step < stage.total_steps:
+                rows.append({"kind": "train", **head, **_step(list(FLOOR) if stage.elastic else ["parent"], done)})
+                done += stage.elastic
+        tokens = head["tokens"]
+    write_rows(directory, rows)
+    budgets = {name: {"masked_sliced": 1e-6, "masked_extracted": 2e-6, "loss": 2.1, "extracted_loss": loss} for name, loss in FLOOR.items()}
+    (directory / "verify.json").write_text(json.dumps({"format_version": 1, "checkpoint": "stage-long", "budgets": budgets}))
+    return directory
+
+
+def _family(recipe: Recipe) -> dict[str, Any]:
+    """What every evaluation of a run says alike, and "sizes": axis -> number of its choices, empty without a learned router."""
+    cost, space = recipe_cost(recipe), recipe.space
+    plans, targets = budget_plans(recipe, cost), budget_targets(recipe, cost)
+    assert space is not None
+    return {
+        "cost_ratio": {name: plan_cost(recipe.model, plan, cost) / targets[name] for name, plan in plans.items()},
+        "plans": {name: plan.to_dict() for name, plan in plans.items()},
+        "sizes": {spec.axis.value: len(spec.choices) for spec in space.axes} if recipe.router.choice == "learned" else {},
+    }
+
+
+def _evaluation(family: dict[str, Any], stage: str, share: float, worse: float) -> dict[str, Any]:
+    if stage == "parent":
+        return {"loss": {"parent": 5.0 - 3.0 * share}}
+    names = list(family["plans"])
+    values = {"loss": {name: held_out(name, stage, share) + (worse if name != "full" else 0) for name in names}}
+    values |= {key: family[key] for key in ("cost_ratio", "plans")}
+    if family["sizes"]:
+        shares = {axis: [share + (1 - share) / size, *[(1 - share) / size] * (size - 1)] for axis, size in family["sizes"].items()}
+        values["router"] = dict.fromkeys(names, shares)
+    return values
+
+
+def _step(names: list[str], done: int) -> dict[str, Any]:
+    losses = {name: 0.0 if name == "full" and done == 0 else 0.1 * place / (1 + done) + 0.01 for place, name in enumerate(names)}
+    ratios = {name: 1.0 + 0.1 * place / (1 + done) for place, name in enumerate(names)}
+    return {"loss": sum(losses.values()), "by_budget": losses, "cost_ratio": {} if names == ["parent"] else ratios}
+
+
+def read_rows(directory: Path) -> list[dict[str, Any]]:
+    """The rows of a run as they stand in metrics.jsonl."""
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def write_rows(directory: Path, rows: list[dict[str, Any]]) -> None:
+    """Replace metrics.jsonl."""
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
