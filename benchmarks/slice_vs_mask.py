@@ -212,7 +212,14 @@ def print_report(result: dict[str, Any]) -> None:
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("variant", no_wrap=True)
-    for title in ("time / extracted (quartiles)", "CPU time / extracted (quartiles)", "forward GFLOPs", "FLOPs / extracted", "saved MiB", "saved / extracted"):
+    for title in (
+        "time / extracted (quartiles)",
+        "CPU time / extracted (quartiles)",
+        "forward GFLOPs",
+        "FLOPs / extracted",
+        "saved MiB",
+        "saved / extracted",
+    ):
         table.add_column(title, justify="right", no_wrap=True)
     flops, saved = result["flops"], result["saved_bytes"]
     for name in VARIANTS:
@@ -222,8 +229,12 @@ def print_report(result: dict[str, Any]) -> None:
         table.add_row(name, *times, *sizes, *memory)
     parent = result["shape"]
     widths = ", ".join(f"{axis} {width}" for axis, width in result["plan"]["widths"].items())
-    print(f"{result['recipe']}: {parent['layer_pattern']}, hidden {parent['hidden_size']}; the plan: {widths}, dropped layers {result['plan']['dropped_layers']}")
-    print(f"{result['tokens']} tokens, {result['pairs']} pairs, threads: {result['threads']}; logits agree to {result['largest_logit_difference']:.0e}\n")
+    print(
+        f"{result['recipe']}: {parent['layer_pattern']}, hidden {parent['hidden_size']}; the plan: {widths}, dropped layers {result['plan']['dropped_layers']}"
+    )
+    print(
+        f"{result['tokens']} tokens, {result['pairs']} pairs, threads: {result['threads']}; logits agree to {result['largest_logit_difference']:.0e}\n"
+    )
     Console(width=140).print(table)
     print(f"\nslice / mask: {_spread(result, 'ratios', 'slice/mask')}, CPU time {_spread(result, 'cpu_ratios', 'slice/mask')}\n")
     print(json.dumps(result))
@@ -236,7 +247,9 @@ def _spread(result: dict[str, Any], clock: str, pair: str) -> str:
 def parse(arguments: Sequence[str] | None) -> Options:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", type=Path, default=Path(__file__).with_suffix(".yaml"), help="a recipe with an elastic block (default: %(default)s)")
+    parser.add_argument(
+        "--shape", type=Path, default=Path(__file__).with_suffix(".yaml"), help="a recipe with an elastic block (default: %(default)s)"
+    )
     parser.add_argument("--pairs", type=int, default=15, help="rounds, at least 2 (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of the one sequence (default: %(default)s)")
     parsed = parser.parse_args(arguments)

@@ -37,6 +37,11 @@ class DeferredErrors:
         """The descriptor, for fsync. Raises OSError when a write has failed."""
         return self._checked().fileno()
 
+    def close(self) -> None:
+        """Close the file. Raises OSError when a write has failed."""
+        self._file.close()
+        self._checked()
+
     def _checked(self) -> Any:
         if self._error is not None:
             raise self._error

@@ -18,7 +18,7 @@ from megatron_elastic import __version__
 from megatron_elastic.errors import ElasticError
 
 PROGRAM = "megatron-elastic"
-COMMANDS = ("data", "train", "plan", "validate", "extract", "verify")
+COMMANDS = ("data", "train", "plan", "validate", "extract", "verify", "report")
 """Modules of this package, in the order in which `--help` lists them."""
 
 EXIT_USER_ERROR = 2

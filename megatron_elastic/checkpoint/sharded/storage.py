@@ -32,12 +32,7 @@ class _CarefulFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as stream:
-            if mode != "wb":
-                yield stream
-                return
-            careful = DeferredErrors(stream)
-            yield careful
-            careful.flush()
+            yield DeferredErrors(stream) if mode == "wb" else stream
 
 
 class DirectSaveStrategy(TorchDistSaveShardedStrategy):
