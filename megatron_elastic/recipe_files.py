@@ -134,3 +134,13 @@ def _field_problems(data: dict[str, Any], kind: Any, path: str) -> list[str]:
 
 def _wrong(key: str, value: Any, wanted: str) -> str:
     return f"{key} {value!r} ({type(value).__name__}) must be {wanted}"
+
+
+def flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested plain data as one mapping from dotted keys to values; a list of named items counts as a mapping by name."""
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, list) and value and all(isinstance(item, Mapping) and "name" in item for item in value):
+            value = {item["name"]: item for item in value}
+        flat.update(flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value})
+    return flat

@@ -21,6 +21,7 @@ import dacite
 from megatron_elastic.axes import AxisSpec, ElasticAxis, ElasticSpace, SubmodelPlan
 from megatron_elastic.config import to_plain
 from megatron_elastic.errors import CheckpointError
+from megatron_elastic.recipe_files import flatten
 from megatron_elastic.shape import ModelShape
 
 CHECKPOINT_FORMAT_VERSION = 1
@@ -143,18 +144,11 @@ def _decode_space(data: Mapping[str, Any]) -> ElasticSpace:
 
 def check_shape(info: CheckpointInfo, shape: ModelShape) -> None:
     """Raise CheckpointError when the checkpoint is of another model than `shape`, naming every difference."""
-    stored, wanted = _flat(to_plain(info.shape)), _flat(to_plain(shape))
+    stored, wanted = flatten(to_plain(info.shape)), flatten(to_plain(shape))
     keys = [key for key in {**stored, **wanted} if key not in _IRRELEVANT and stored.get(key) != wanted.get(key)]
     if keys:
         differences = ", ".join(f"model.{key} is {stored.get(key)!r} there and {wanted.get(key)!r} here" for key in keys)
         raise CheckpointError(f"checkpoint {str(info.path)!r} is of another model: {differences}")
-
-
-def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in data.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value})
-    return flat
 
 
 def temporary_name(directory: Path) -> Path:

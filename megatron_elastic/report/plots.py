@@ -225,8 +225,17 @@ def plot_quality(record: RunRecord, rows: Sequence[BudgetRow], baseline_rows: Se
             words = {"color": palette[row.budget], "fontweight": "bold", "ha": "right", "va": "top"}
             axes.annotate(row.budget, place, xytext=(-6, -6), textcoords="offset points", path_effects=[halo], **words)
         axes.set(xlabel=scale.label, ylabel=f"held-out loss in stage {stage.name}\n(nats per token, {stage.sequence_length:,} tokens)")
-        axes.margins(0.18)
+        axes.margins(y=0.18)
+        _leave_room(axes, [row.cost / scale.divisor for row in [*rows, *baseline_rows]], max(len(row.budget) for row in rows))
         legend_above(figure, *axes.get_legend_handles_labels())
+
+
+def _leave_room(axes: Any, costs: Sequence[float], characters: int) -> None:
+    """Limit the axis of costs so that a name of so many characters stands left of the first member, and a little right of the last."""
+    span = max(costs) - min(costs) or max(costs)
+    left = min(0.06 + 0.017 * characters, 0.5)  # shares of the axis
+    whole = span / (0.92 - left)
+    axes.set_xlim(min(costs) - left * whole, min(costs) + (1 - left) * whole)
 
 
 def _draw_members(axes: Any, rows: Sequence[BudgetRow], scale: Scale, palette: dict[str, str], *, line: str, hollow: bool) -> None:

@@ -74,6 +74,8 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
 
 def legend_above(figure: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:
     """One legend for a figure, above its axes, in as few rows as leave every entry its room."""
-    characters = sum(len(label) + 8 for label in labels)  # a handle and the gaps take the room of eight
-    rows = math.ceil(characters / (14 * figure.get_figwidth()))
+    widths = [len(label) + 8 for label in labels]  # in characters; a handle and the gap after it take the room of eight
+    room = 14 * figure.get_figwidth()
+    most = len(labels) if sum(widths) <= room else max(1, int(room / max(widths)))
+    rows = math.ceil(len(labels) / most)
     figure.legend(handles, labels, loc="outside upper center", ncols=math.ceil(len(labels) / rows))

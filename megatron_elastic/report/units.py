@@ -6,14 +6,6 @@ from dataclasses import dataclass
 
 _SCALES = ((1e9, "B", "billions"), (1e6, "M", "millions"), (1e3, "K", "thousands"))
 
-_COSTS = {
-    "total_params": "total parameters",
-    "active_params": "active parameters",
-    "flops": "forward GFLOPs per token",
-    "memory": "weights, GiB",
-}
-"""Kind of cost -> what an axis calls it."""
-
 
 @dataclass(frozen=True, slots=True)
 class Scale:
@@ -53,5 +45,8 @@ def count_scale(largest: float, name: str) -> Scale:
 def cost_scale(largest: float, kind: str) -> Scale:
     """The scale of an axis of costs of `kind` up to `largest`."""
     if kind == "flops":
-        return Scale(1e9, _COSTS[kind])
-    return Scale(2.0**30, _COSTS[kind]) if kind == "memory" else count_scale(largest, _COSTS[kind])
+        size, letter = (1e9, "G") if largest >= 1e9 else (1e6, "M")
+        return Scale(size, f"forward {letter}FLOPs per token")
+    if kind == "memory":
+        return Scale(2.0**30, "weights (GiB)") if largest >= 2**30 else Scale(2.0**20, "weights (MiB)")
+    return count_scale(largest, kind.replace("_params", " parameters"))

@@ -10,11 +10,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from megatron_elastic.checkpoint import find_model_checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
-from megatron_elastic.config import Recipe, StageConfig
+from megatron_elastic.config import Recipe, StageConfig, to_plain
 from megatron_elastic.elastic.attach import ElasticHandle, elasticize
 from megatron_elastic.errors import CheckpointError, ConfigError
 from megatron_elastic.models.hybrid import build_hybrid
 from megatron_elastic.parallel import ParallelContext
+from megatron_elastic.recipe_files import flatten
 from megatron_elastic.train.data import Datasets, build_datasets, open_data
 from megatron_elastic.train.decide import Decider
 
@@ -86,7 +87,8 @@ class Run:
         if latest is not None:
             state = load_checkpoint(latest, model=self.model, parallel=self.parallel, shape=self.recipe.model, optimizer=self.optimizer)
             self.stage_index, self.step = state["stage_index"], state["step"]
-            if state["router"] is not None or self.stage_index > 0:
+            self._check_recipe(latest, state["recipe"])
+            if state["elastic"]:
                 self._resume_elastic(state)
             return f"resumed from {latest} (stage {self.stage.name}, step {self.step})" if self.stage_index < len(self.recipe.stages) else "finished already"
         if self.recipe.parent is not None:
@@ -98,14 +100,20 @@ class Run:
         return "started from fresh weights"
 
     def _resume_elastic(self, state: dict[str, Any]) -> None:
-        if not state["elastic"]:
-            return
-        source = self.parent_checkpoint()
-        self.become_elastic(source)
+        self.become_elastic(self.parent_checkpoint())
         assert self.decider is not None
         if self.decider.router is not None and self.decider.optimizer is not None:
             self.decider.router.load_state_dict(state["router"])
             self.decider.optimizer.load_state_dict(state["router_optimizer"])
+
+    def _check_recipe(self, checkpoint: Path, stored: dict[str, Any]) -> None:
+        """Raise CheckpointError when the run was made by a recipe that learns something else: a mixture of two runs is neither."""
+        now = learned_by(self.recipe)
+        different = [key for key in {**stored, **now} if stored.get(key) != now.get(key)]
+        if different:
+            changes = ", ".join(f"{key} was {stored.get(key)!r} and is {now.get(key)!r}" for key in different[:4])
+            more = f" and {len(different) - 4} more" if len(different) > 4 else ""
+            raise CheckpointError(f"{str(checkpoint)!r} was made by another recipe: {changes}{more}; choose another run_dir or delete this one")
 
     def parent_checkpoint(self) -> Path:
         """The checkpoint of the frozen parent: the end of the stage that trained it, or the recipe's. Raises CheckpointError."""
@@ -141,6 +149,7 @@ class Run:
             "stage_index": self.stage_index,
             "step": self.step,
             "elastic": decider is not None,
+            "recipe": learned_by(self.recipe),
             "router": None if router is None else router.state_dict(),
             "router_optimizer": None if optimizer is None else optimizer.state_dict(),
         }
@@ -154,6 +163,13 @@ class Run:
             space=self.recipe.space,
             plans=decider.family().plans if decider else {},
         )
+
+
+def learned_by(recipe: Recipe) -> dict[str, Any]:
+    """What of a recipe decides what is learned, as dotted keys: all but where it is written, shown and laid out."""
+    parts = ("model", "precision", "seed", "elastic", "router", "distill", "optimizer", "stages")
+    plain = to_plain(recipe)
+    return flatten({part: plain[part] for part in parts})
 
 
 def build_optimizer(recipe: Recipe, chunk: DistributedDataParallel) -> Any:

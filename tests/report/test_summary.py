@@ -111,4 +111,7 @@ def test_units():
     assert [count(number) for number in (999, 1_364_400, 31.58e9)] == ["999", "1.36M", "31.58B"]
     assert amount(7.34e9, "flops") == "7.34 GFLOPs" and amount(2**29, "memory") == "0.5 GiB" and amount(2e6, "total_params") == "2.00M"
     assert (count_scale(2e6, "tokens").divisor, count_scale(2e6, "tokens").label) == (1e6, "tokens (millions)")
-    assert count_scale(10, "tokens").label == "tokens" and cost_scale(5e12, "flops").divisor == 1e9
+    assert count_scale(10, "tokens").label == "tokens"
+    assert [cost_scale(largest, "flops").label for largest in (7e9, 2e6)] == ["forward GFLOPs per token", "forward MFLOPs per token"]
+    assert (cost_scale(2**31, "memory").divisor, cost_scale(2**21, "memory").divisor) == (2**30, 2**20)
+    assert cost_scale(3.58e9, "active_params").label == "active parameters (billions)"
