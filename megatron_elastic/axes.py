@@ -124,7 +124,9 @@ class SubmodelPlan:
     def from_dict(cls, data: Mapping[str, object]) -> SubmodelPlan:
         """The inverse of `to_dict`. Raises PlanError for another format or an unknown axis."""
         if data.get("format_version") != PLAN_FORMAT_VERSION:
-            raise PlanError(f"plan format_version {data.get('format_version')!r} is not {PLAN_FORMAT_VERSION}; write it again with this release")
+            raise PlanError(
+                f"plan format_version {data.get('format_version')!r} is not {PLAN_FORMAT_VERSION}; write it again with this release"
+            )
         widths, dropped = data.get("widths"), data.get("dropped_layers")
         if not isinstance(widths, Mapping) or not isinstance(dropped, list):
             raise PlanError("a plan needs 'widths' (a mapping) and 'dropped_layers' (a list)")
@@ -180,9 +182,7 @@ class ElasticSpace:
         """Raise PlanError listing everything in `plan` that does not fit this space."""
         problems = []
         if [axis for axis, _ in plan.widths] != [axis for axis, _ in self.parent.widths]:
-            problems.append(
-                f"its axes {[a.value for a, _ in plan.widths]} are not the model's {[a.value for a, _ in self.parent.widths]}"
-            )
+            problems.append(f"its axes {[a.value for a, _ in plan.widths]} are not the model's {[a.value for a, _ in self.parent.widths]}")
         for axis, width in plan.widths:
             spec, whole = self.spec(axis), dict(self.parent.widths).get(axis)
             allowed = spec.choices if spec else (whole,)
@@ -191,7 +191,9 @@ class ElasticSpace:
         layers = self.spec(ElasticAxis.LAYERS)
         allowed_drops = {tuple(sorted(self.drop_order[: layers.parent - n])) for n in layers.choices} if layers else {()}
         if plan.dropped_layers not in allowed_drops:
-            problems.append(f"dropped layers {list(plan.dropped_layers)} are not a prefix of the drop order {list(self.drop_order)} that a choice names")
+            problems.append(
+                f"dropped layers {list(plan.dropped_layers)} are not a prefix of the drop order {list(self.drop_order)} that a choice names"
+            )
         raise_all(PlanError, problems, "the plan does not fit the space")
 
     def check_shards(self, tensor_parallel: int, expert_parallel: int) -> list[str]:
@@ -218,7 +220,9 @@ def validate_space(space: ElasticSpace, num_layers: int) -> None:
     if layers:
         deepest = layers.parent - min(layers.choices)
         if len(space.drop_order) < deepest:
-            problems.append(f"elastic.drop_order names {len(space.drop_order)} layers, but axis 'layers' drops up to {deepest}; list them, first dropped first")
+            problems.append(
+                f"elastic.drop_order names {len(space.drop_order)} layers, but axis 'layers' drops up to {deepest}; list them, first dropped first"
+            )
         if len(set(space.drop_order)) != len(space.drop_order) or any(not 0 <= n < num_layers for n in space.drop_order):
             problems.append(f"elastic.drop_order {list(space.drop_order)} must be distinct layer numbers from 0 to {num_layers - 1}")
         problems += layers.problems()

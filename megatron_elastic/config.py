@@ -262,7 +262,9 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 def decode_recipe(data: dict[str, Any], source: str) -> Recipe:
     """A checked recipe from plain data; `source` names it in errors."""
     if data.get("format_version") != RECIPE_FORMAT_VERSION:
-        raise ConfigError(f"{source}: format_version {data.get('format_version')!r} is not {RECIPE_FORMAT_VERSION}; set it to {RECIPE_FORMAT_VERSION}")
+        raise ConfigError(
+            f"{source}: format_version {data.get('format_version')!r} is not {RECIPE_FORMAT_VERSION}; set it to {RECIPE_FORMAT_VERSION}"
+        )
     raise_all(ConfigError, key_problems(data, Recipe), source)
     try:
         recipe = dacite.from_dict(Recipe, data, dacite.Config(strict=True, cast=[tuple], type_hooks={float: _to_float}))
@@ -299,7 +301,14 @@ _BOUNDS: Mapping[str, tuple[str, ...]] = {
         *("elastic.shard_groups", "elastic.expert_groups", "router.hidden", "router.samples_per_decision", "distill.chunk_tokens"),
         *("checkpoint.interval", "eval.interval", "eval.samples", "log.interval"),
     ),
-    "above 0": ("router.temperature", "router.logit_scale", "router.tolerance", "router.learn_share", "distill.temperature", "optimizer.eps"),
+    "above 0": (
+        "router.temperature",
+        "router.logit_scale",
+        "router.tolerance",
+        "router.learn_share",
+        "distill.temperature",
+        "optimizer.eps",
+    ),
     "at least 0": (
         *("router.budget_weight", "router.clip_grad", "distill.kl_weight", "distill.ce_weight", "optimizer.weight_decay"),
         *("optimizer.clip_grad", "checkpoint.keep"),
@@ -334,7 +343,9 @@ def _elastic_problems(recipe: Recipe, elastic: ElasticConfig) -> list[str]:
     for name in elastic.axes:
         if name not in list(ElasticAxis):
             near = difflib.get_close_matches(name, list(ElasticAxis), 1)
-            problems.append(f"elastic.axes.{name} is not an axis; " + (f"did you mean {near[0]}?" if near else f"axes: {', '.join(ElasticAxis)}"))
+            problems.append(
+                f"elastic.axes.{name} is not an axis; " + (f"did you mean {near[0]}?" if near else f"axes: {', '.join(ElasticAxis)}")
+            )
     first = next(iter(elastic.budgets.values()), None)
     if first != 1:
         problems.append(f"elastic.budgets: the first budget must be the parent, 1.0, not {first!r}")
@@ -379,7 +390,9 @@ def _stage_problems(recipe: Recipe, stage: StageConfig, number: int) -> list[str
     if stage.min_lr > stage.lr:
         problems.append(f"{key}: min_lr {stage.min_lr} is above lr {stage.lr}")
     if stage.global_batch_size % max(stage.micro_batch_size, 1):
-        problems.append(f"{key}: global_batch_size {stage.global_batch_size} is not a multiple of micro_batch_size {stage.micro_batch_size}")
+        problems.append(
+            f"{key}: global_batch_size {stage.global_batch_size} is not a multiple of micro_batch_size {stage.micro_batch_size}"
+        )
     if stage.elastic and recipe.elastic is None:
         problems.append(f"{key}: an elastic stage needs an elastic block; add one or set elastic: false")
     if stage.budget_probs is not None and recipe.elastic is not None:

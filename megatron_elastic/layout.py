@@ -231,7 +231,9 @@ def dims_of(name: str, shape: ModelShape, groups: Groups) -> tuple[Dim, ...]:
             if row.letter == letter and re.fullmatch(row.pattern, rest):
                 return tuple(rule(shape, groups) for rule in row.dims)
     where = f"a {LAYER_KINDS[letter]} layer" if letter else "this model"
-    raise CheckpointError(f"parameter {name!r} is not one of {where} with layer_pattern {shape.layer_pattern!r}; is it a checkpoint of another model?")
+    raise CheckpointError(
+        f"parameter {name!r} is not one of {where} with layer_pattern {shape.layer_pattern!r}; is it a checkpoint of another model?"
+    )
 
 
 def full_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:

@@ -121,7 +121,7 @@ def most_probable_family(
     grid = _Grid.of(likely, shape, cost)
     fits: dict[str, Flags] = {}
     room = np.ones(grid.dims, dtype=bool)
-    for name, target in reversed(targets.items()):
+    for name, target in reversed(list(targets.items())):
         near = grid.is_plan(target) if isinstance(target, SubmodelPlan) else np.abs(grid.costs / target - 1) <= tolerance
         fits[name] = near & room
         room = grid.containing_any(fits[name])

@@ -123,7 +123,9 @@ class ModelShape:
             return found
         unknown = sorted(set(self.layer_pattern) - set(LAYER_KINDS))
         if not self.layer_pattern or unknown:
-            found.append(f"model.layer_pattern {self.layer_pattern!r}: unknown {unknown or 'nothing'}; use {', '.join(f'{k} ({v})' for k, v in LAYER_KINDS.items())}")
+            found.append(
+                f"model.layer_pattern {self.layer_pattern!r}: unknown {unknown or 'nothing'}; use {', '.join(f'{k} ({v})' for k, v in LAYER_KINDS.items())}"
+            )
         for letter, kind in LAYER_KINDS.items():
             if letter in self.layer_pattern and getattr(self, kind) is None:
                 found.append(f"model.{kind} is missing: layer_pattern {self.layer_pattern!r} has {letter!r} layers")

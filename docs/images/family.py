@@ -41,7 +41,9 @@ def main() -> None:
             for group in range(groups):
                 height = plan.width(axis) / whole / groups
                 panel.add_patch(
-                    Rectangle((0, group / groups), plan.width(ElasticAxis.HIDDEN) / hidden, height, facecolor=COLOURS[name], edgecolor="white")
+                    Rectangle(
+                        (0, group / groups), plan.width(ElasticAxis.HIDDEN) / hidden, height, facecolor=COLOURS[name], edgecolor="white"
+                    )
                 )
         for group in range(1, groups):
             panel.axhline(group / groups, color="#444444", lw=1)

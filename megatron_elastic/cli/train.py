@@ -10,7 +10,9 @@ import typer
 
 def command(
     recipe: Annotated[Path, typer.Argument(help="Recipe (YAML).")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values over the recipe's, e.g. stages.short.steps=10")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values over the recipe's, e.g. stages.short.steps=10")
+    ] = None,
     stage: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
     steps: Annotated[int | None, typer.Option(help="Cut every stage to this many steps, to try a recipe out.")] = None,
 ) -> None:

@@ -18,7 +18,9 @@ VERIFY_FORMAT_VERSION = 1
 
 def command(
     source: Annotated[Path, typer.Argument(help="A run, or one of its checkpoints.")],
-    members: Annotated[Path | None, typer.Option(help="Where `extract` wrote the members; default: extracted to a temporary directory.")] = None,
+    members: Annotated[
+        Path | None, typer.Option(help="Where `extract` wrote the members; default: extracted to a temporary directory.")
+    ] = None,
     data: Annotated[Path | None, typer.Option(help="A data directory: also compare held-out losses.")] = None,
     samples: Annotated[int, typer.Option(help="Held-out samples.")] = 32,
     sequence_length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 256,
@@ -49,7 +51,9 @@ def command(
         (source / VERIFY_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     failed = [name for name, agreement in agreements.items() if not agreement.holds]
     if failed:
-        raise CheckpointError(f"{', '.join(failed)}: logits differ by more than {TOLERANCE}; the member is not the family's, extract it again")
+        raise CheckpointError(
+            f"{', '.join(failed)}: logits differ by more than {TOLERANCE}; the member is not the family's, extract it again"
+        )
 
 
 def _verify(checkpoint: Path, plans: dict[str, Any], members: Path | None, parallel: Any, text: list[Any]) -> dict[str, Agreement]:

@@ -137,14 +137,20 @@ def _unsupported(model: Any, parallel: ParallelContext) -> list[str]:
     if parallel.context > 1:
         problems.append(f"parallel.context {parallel.context}: context parallelism is not elastic yet; use 1")
     if config.recompute_granularity is not None:
-        problems.append(f"recompute_granularity {config.recompute_granularity!r}: megatron's recompute would replay another microbatch's decision; use None")
+        problems.append(
+            f"recompute_granularity {config.recompute_granularity!r}: megatron's recompute would replay another microbatch's decision; use None"
+        )
     if config.gradient_accumulation_fusion:
         problems.append("gradient_accumulation_fusion: its kernel writes whole gradients; set it to False")
     if config.num_moe_experts is not None:
         if config.moe_router_score_function != "sigmoid" or not config.moe_router_enable_expert_bias:
-            problems.append(f"moe_router_score_function {config.moe_router_score_function!r}: only sigmoid routers with an expert bias are elastic yet")
+            problems.append(
+                f"moe_router_score_function {config.moe_router_score_function!r}: only sigmoid routers with an expert bias are elastic yet"
+            )
         if config.moe_router_load_balancing_type != "none" or config.moe_z_loss_coeff is not None:
-            problems.append(f"moe_router_load_balancing_type {config.moe_router_load_balancing_type!r}: auxiliary and z losses would count dropped experts; use 'none'")
+            problems.append(
+                f"moe_router_load_balancing_type {config.moe_router_load_balancing_type!r}: auxiliary and z losses would count dropped experts; use 'none'"
+            )
         if config.moe_router_num_groups or config.moe_router_fusion or config.moe_expert_capacity_factor is not None:
             problems.append("group-limited routing, a fused router and expert capacity are not elastic yet; switch them off")
     return problems
@@ -160,7 +166,11 @@ def _attach(handle: ElasticHandle, parallel: ParallelContext, name: str, module:
     slot = handle._slot
     if kind in LINEARS:
         site = _linear_site(handle, parallel, full, module)
-        extra = {"norm_site": modules.Site(slot, layer, _dims(handle, f"{full}.layer_norm_weight")[0])} if kind is LayerNormColumnParallelLinear else {}
+        extra = (
+            {"norm_site": modules.Site(slot, layer, _dims(handle, f"{full}.layer_norm_weight")[0])}
+            if kind is LayerNormColumnParallelLinear
+            else {}
+        )
         handle._swap(module, LINEARS[kind], site=site, **extra)
         _count(handle, site.rows, site.cols)
     elif kind is TopKRouter:
@@ -179,7 +189,10 @@ def _attach(handle: ElasticHandle, parallel: ParallelContext, name: str, module:
             handle.attached[ElasticAxis.LAYERS] += 1
         elif kind is MambaMixer:
             conv, heads = _dims(handle, f"{full}.conv1d.bias")[0], _dims(handle, f"{full}.A_log")[0]
-            sites = {"conv_site": modules.Site(slot, layer, conv, parallel.tensor), "heads_site": modules.Site(slot, layer, heads, parallel.tensor)}
+            sites = {
+                "conv_site": modules.Site(slot, layer, conv, parallel.tensor),
+                "heads_site": modules.Site(slot, layer, heads, parallel.tensor),
+            }
             handle._swap(module.cp, modules.ElasticMambaContextParallel, **sites)
 
 
@@ -197,7 +210,8 @@ def _linear_site(handle: ElasticHandle, parallel: ParallelContext, full: str, mo
 
 def _count(handle: ElasticHandle, *dims: Dim) -> None:
     elastic = {spec.axis for spec in handle.space.axes}
-    handle.attached.update({segment.axis for dim in dims for segment in dim.segments if segment.axis in elastic})
+    found = {segment.axis for dim in dims for segment in dim.segments if segment.axis in elastic}
+    handle.attached.update(axis for axis in found if axis is not None)
 
 
 def _check_complete(handle: ElasticHandle, parallel: ParallelContext) -> None:

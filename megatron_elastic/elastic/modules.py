@@ -256,6 +256,7 @@ class ElasticTopKRouter(TopKRouter):
         scores = flat.sigmoid()
         with torch.no_grad():
             # where, then log: a weight of zero gives minus infinity and never a NaN
+            assert self.expert_bias is not None  # elasticize refuses a router without one
             wanted = scores + self.expert_bias + torch.where(weights > 0, weights, 0.0).log()
             chosen = wanted.topk(self.topk, dim=-1).indices
         gates = (scores * weights).gather(-1, chosen)

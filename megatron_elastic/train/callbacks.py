@@ -48,7 +48,9 @@ class Record:
         """Append one row and its numbers as scalars; `step` counts inside the stage, scalars over the run."""
         if self._file is None:
             return
-        self._file.write(json.dumps({"kind": kind, "stage": run.stage.name, "step": step, "tokens": tokens_done(run, step), **values}) + "\n")
+        self._file.write(
+            json.dumps({"kind": kind, "stage": run.stage.name, "step": step, "tokens": tokens_done(run, step), **values}) + "\n"
+        )
         self._file.flush()
         if self._writer is not None:
             for tag, value in _flatten(f"{kind}", values):
@@ -155,7 +157,10 @@ class Evaluation(Callback):
         self._record.write("eval", run, run.step, values)
         if run.parallel.is_main:
             text = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
-            print(f"{run.stage.name} {run.step:>5}/{run.stage.total_steps}  held-out loss {text}  ({time.perf_counter() - started:.1f} s)", flush=True)  # noqa: T201
+            print(
+                f"{run.stage.name} {run.step:>5}/{run.stage.total_steps}  held-out loss {text}  ({time.perf_counter() - started:.1f} s)",
+                flush=True,
+            )  # noqa: T201
 
 
 class Checkpointing(Callback):

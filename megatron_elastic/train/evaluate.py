@@ -55,7 +55,9 @@ def _by_plan(run: Run, model: Any, handle: ElasticHandle, batches: list[MicroBat
 
 @torch.no_grad()
 def _mean_loss(run: Run, model: Any, batches: list[MicroBatch]) -> float:
-    terms = OutputLossTerms(vocab_size=run.recipe.model.vocab_size, kl_weight=0.0, ce_weight=1.0, chunk_tokens=run.recipe.distill.chunk_tokens)
+    terms = OutputLossTerms(
+        vocab_size=run.recipe.model.vocab_size, kl_weight=0.0, ce_weight=1.0, chunk_tokens=run.recipe.distill.chunk_tokens
+    )
     sums = torch.zeros(2, dtype=torch.float64)
     training = model.training
     model.eval()

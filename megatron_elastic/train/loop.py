@@ -84,7 +84,9 @@ def cut_stages(recipe: Recipe, steps: int | None) -> Recipe:
     if steps < 1:
         raise ConfigError(f"--steps {steps} must be at least 1")
     stages = tuple(
-        replace(stage, steps=min(steps, stage.total_steps), tokens=None, warmup_steps=min(stage.warmup_steps, min(steps, stage.total_steps) - 1))
+        replace(
+            stage, steps=min(steps, stage.total_steps), tokens=None, warmup_steps=min(stage.warmup_steps, min(steps, stage.total_steps) - 1)
+        )
         for stage in recipe.stages
     )
     return replace(recipe, stages=stages)
@@ -118,10 +120,14 @@ def check_teacher(run: Run) -> None:
     stage, parallel = run.stage, run.parallel
     batch = fixed_batches(run.datasets().valid, 1, micro_batch_size=1, data_rank=parallel.data_rank, data_size=parallel.data)[0]
     terms = loss_terms(run.recipe.model.vocab_size, run.recipe.distill, elastic=True)
-    loss = batch_loss(run.model, hidden_states(run.model, batch), batch, replace(terms, kl_weight=1.0), run.teacher, hidden_states(run.teacher, batch))
+    loss = batch_loss(
+        run.model, hidden_states(run.model, batch), batch, replace(terms, kl_weight=1.0), run.teacher, hidden_states(run.teacher, batch)
+    )
     divergence = float(loss.kl) / stage.sequence_length
     if not divergence <= 1e-6:
-        raise CheckpointError(f"KL(parent || full budget) is {divergence:.3g} per token at the start of stage {stage.name!r}, not 0: the parent's checkpoint is not this model's")
+        raise CheckpointError(
+            f"KL(parent || full budget) is {divergence:.3g} per token at the start of stage {stage.name!r}, not 0: the parent's checkpoint is not this model's"
+        )
 
 
 def _keep_recipe(run: Run) -> None:

@@ -90,13 +90,21 @@ class Run:
             self._check_recipe(latest, state["recipe"])
             if state["elastic"]:
                 self._resume_elastic(state)
-            return f"resumed from {latest} (stage {self.stage.name}, step {self.step})" if self.stage_index < len(self.recipe.stages) else "finished already"
+            return (
+                f"resumed from {latest} (stage {self.stage.name}, step {self.step})"
+                if self.stage_index < len(self.recipe.stages)
+                else "finished already"
+            )
         if self.recipe.parent is not None:
-            load_checkpoint(find_model_checkpoint(Path(self.recipe.parent)), model=self.model, parallel=self.parallel, shape=self.recipe.model)
+            load_checkpoint(
+                find_model_checkpoint(Path(self.recipe.parent)), model=self.model, parallel=self.parallel, shape=self.recipe.model
+            )
             self.optimizer.reload_model_params()
             return f"started from the parent {self.recipe.parent}"
         if self.recipe.stages[0].elastic:
-            raise ConfigError(f"stages[0] ({self.recipe.stages[0].name}) is elastic but there is no parent; set parent: PATH or begin with a stage with elastic: false")
+            raise ConfigError(
+                f"stages[0] ({self.recipe.stages[0].name}) is elastic but there is no parent; set parent: PATH or begin with a stage with elastic: false"
+            )
         return "started from fresh weights"
 
     def _resume_elastic(self, state: dict[str, Any]) -> None:
@@ -113,7 +121,9 @@ class Run:
         if different:
             changes = ", ".join(f"{key} was {stored.get(key)!r} and is {now.get(key)!r}" for key in different[:4])
             more = f" and {len(different) - 4} more" if len(different) > 4 else ""
-            raise CheckpointError(f"{str(checkpoint)!r} was made by another recipe: {changes}{more}; choose another run_dir or delete this one")
+            raise CheckpointError(
+                f"{str(checkpoint)!r} was made by another recipe: {changes}{more}; choose another run_dir or delete this one"
+            )
 
     def parent_checkpoint(self) -> Path:
         """The checkpoint of the frozen parent: the end of the stage that trained it, or the recipe's. Raises CheckpointError."""

@@ -71,7 +71,9 @@ def train_step(run: Run, batches: Iterator[MicroBatch]) -> StepMetrics:
         options["lr"] = lr
     loss = float(sums[:, 0].sum() / tokens)
     if not torch.isfinite(sums).all():
-        raise ElasticError(f"stage {stage.name!r}, step {step}: the loss is {loss}; lower stages.{stage.name}.lr or start from an earlier checkpoint")
+        raise ElasticError(
+            f"stage {stage.name!r}, step {step}: the loss is {loss}; lower stages.{stage.name}.lr or start from an earlier checkpoint"
+        )
     _, grad_norm, _ = run.optimizer.step()
     router_norm = 0.0
     if groups and run.decider:

@@ -16,6 +16,7 @@ from megatron_elastic.cli.main import build_app, run
 
 ROOT = Path(__file__).parents[2]
 
+
 def commands(page: Path) -> list[str]:
     """The lines of a page that begin with `$ megatron-elastic`."""
     return re.findall(r"^\$ megatron-elastic (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -53,4 +54,6 @@ def test_readme_snippet_runs(parallel: object, monkeypatch: pytest.MonkeyPatch) 
     names = {"tokens": tokens, "positions": tokens.clone()}
     exec(compile(snippet[1], "README.md", "exec"), names)
     assert names["logits"].shape == (1, 32, 264)
-    assert all(type(module).__module__.startswith(("megatron.core", "torch", "megatron_elastic.models")) for module in names["model"].modules())
+    assert all(
+        type(module).__module__.startswith(("megatron.core", "torch", "megatron_elastic.models")) for module in names["model"].modules()
+    )

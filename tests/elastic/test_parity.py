@@ -116,7 +116,9 @@ def handle_parallel(model: Any) -> Any:
     from megatron_elastic.parallel import ParallelContext
 
     sizes = dict(tensor=1, pipeline=1, expert=1, expert_tensor=1, context=1, data=1, rank=0, world_size=1, tensor_rank=0, pipeline_rank=0)
-    return ParallelContext(**sizes, expert_rank=0, expert_tensor_rank=0, data_rank=0, backend="gloo", groups=model.pg_collection, owns_processes=False)
+    return ParallelContext(
+        **sizes, expert_rank=0, expert_tensor_rank=0, data_rank=0, backend="gloo", groups=model.pg_collection, owns_processes=False
+    )
 
 
 def test_one_hot_probabilities_are_the_hard_plan(family: Any) -> None:
@@ -125,7 +127,9 @@ def test_one_hot_probabilities_are_the_hard_plan(family: Any) -> None:
     soft, _ = run(model, handle, soft_decision(space, pi, shape.num_layers), "mask")
     hard, _ = run(model, handle, narrowed(space, None, 1), "mask")
     assert relative(soft, hard) < 1e-6
-    parent, _ = run(model, handle, soft_decision(space, {s.axis: torch.eye(len(s.choices))[0] for s in space.axes}, shape.num_layers), "mask")
+    parent, _ = run(
+        model, handle, soft_decision(space, {s.axis: torch.eye(len(s.choices))[0] for s in space.axes}, shape.num_layers), "mask"
+    )
     assert relative(parent, run(model, handle, None, "mask")[0]) < 1e-6
 
 

@@ -56,7 +56,9 @@ def test_a_dropped_layer_gets_zero_gradients(_one_process: Any) -> None:
     model, space, handle, _ = build_family(_one_process)
     with handle.use(narrowed(space, None)):
         grads = forward_backward(model)[1]
-    dropped = [name for name, _ in model.named_parameters() if name.startswith(("decoder.layers.3.", "decoder.layers.4.", "decoder.layers.1."))]
+    dropped = [
+        name for name, _ in model.named_parameters() if name.startswith(("decoder.layers.3.", "decoder.layers.4.", "decoder.layers.1."))
+    ]
     assert dropped and all(name in grads and not grads[name].any() for name in dropped)
 
 

@@ -11,7 +11,7 @@ from megatron_elastic.report.plots import plot_costs, plot_losses, plot_quality,
 from megatron_elastic.report.record import read_run
 from megatron_elastic.report.style import DPI, colours, running_mean
 from megatron_elastic.report.summary import budget_rows
-from tests.report.synthetic_run import read_rows, write_rows, write_run
+from tests.report.synthetic_run import FEW_AXES, read_rows, write_rows, write_run
 
 
 def pixels(path):
@@ -63,11 +63,7 @@ def test_every_budget_has_its_colour_in_every_plot(drawn, plot):
 
 
 def test_the_router_plot_grows_with_its_axes(drawn, tmp_path):
-    few = read_run(
-        write_run(
-            tmp_path / "few", "elastic.axes={hidden: [128, 96, 64], ffn: [512, 256, 128], mamba_heads: [8, 4]}", "elastic.drop_order=[]"
-        )
-    )
+    few = read_run(write_run(tmp_path / "few", *FEW_AXES))
     assert plot_router(few, tmp_path / "few.png")
     assert drawn["router"].shape[0] - pixels(tmp_path / "few.png").shape[0] == pytest.approx(5 * 0.95 * DPI, abs=1)
 
@@ -78,7 +74,7 @@ def test_without_a_learned_router_there_is_no_router_plot(tmp_path):
 
 
 def test_a_run_that_has_just_begun(tmp_path):
-    run = write_run(tmp_path / "run")
+    run = write_run(tmp_path / "run", *FEW_AXES)
     write_rows(run, [row for row in read_rows(run) if row["stage"] == "parent" or (row["stage"], row["step"]) == ("short", 0)])
     assert set(draw_all(read_run(run), tmp_path / "out")) == {"losses", "costs", "quality", "router"}
 

@@ -101,9 +101,8 @@ def test_it_runs_on_megatrons_schedule_ddp_optimizer_and_dataset(run: tuple[Path
     steps, calls = sum(STEPS.values()), record["calls"]
     assert calls["schedule"] == calls["schedule on DDP"] == calls["gradients finalized"] == steps
     assert calls["microbatches"] == MICROBATCHES * steps
-    # Dense parameters and experts have an optimizer each.
-    assert record["optimizers"] == [(True, "AdamW")] * 2 or record["optimizers"] == [(True, "Adam")] * 2
-    assert calls["optimizer"] == 2 * steps
+    assert record["optimizers"] and all(distributed and inner in ("Adam", "AdamW") for distributed, inner in record["optimizers"])
+    assert calls["optimizer"] == len(record["optimizers"]) * steps
     assert calls["batches of GPTDataset"] == len(STEPS)
     assert calls["samples"] >= BATCH * steps
 
@@ -126,7 +125,7 @@ def test_every_step_has_a_row(run: tuple[Path, dict[str, Any]]) -> None:
 def test_budgets_are_those_drawn_for_groups_of_samples(run: tuple[Path, dict[str, Any]]) -> None:
     chances = {"short": dict.fromkeys(BUDGETS, 1 / 3), "long": {"full": 0.4, "medium": 0.3, "small": 0.3}}
     drawn = [
-        [draw_budget(77, row["stage"], row["step"], group, chances[row["stage"]]) for group in range(GROUPS)]
+        [draw_budget(1, row["stage"], row["step"], group, chances[row["stage"]]) for group in range(GROUPS)]
         for row in rows(run[0])
         if row["stage"] != "parent"
     ]
@@ -142,7 +141,7 @@ def test_budgets_are_those_drawn_for_groups_of_samples(run: tuple[Path, dict[str
         else:
             assert 0.5 < row["cost_ratio"].get("small", 1) < 2.8
     first = next(row for row in elastic if "full" in row["by_budget"] and row["step"] == 0)
-    assert first["by_budget"]["full"] < 1e-6, "the parent diverges from itself"
+    assert first["by_budget"]["full"] == 0, "the parent diverges from itself"
     assert all(row["by_budget"]["medium"] > 1e-3 for row in elastic if "medium" in row["by_budget"])
 
 
