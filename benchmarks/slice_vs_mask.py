@@ -21,13 +21,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from benchmarks.paired import Seconds, Spread, Timed, paired, take_turns
 from megatron_elastic import __version__
 from megatron_elastic.axes import ElasticSpace, SubmodelPlan
 from megatron_elastic.config import load_recipe, to_plain
-from megatron_elastic.cost import flops_per_token, widths_of
+from megatron_elastic.cost import flops_per_token, total_params, widths_of
 from megatron_elastic.errors import ConfigError, ElasticError
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.preflight import check_sequence_length
@@ -36,6 +37,8 @@ from megatron_elastic.shape import ModelShape, parent_plan, resize
 FORMAT_VERSION = 1
 TOLERANCE = 1e-4
 """Largest relative difference of logits (norm of the difference over the norm) between two ways to run the plan, fp32."""
+BYTES_PER_PARAMETER = 24
+"""Of the parent, in fp32: weights and gradients, as much again for the extracted model at its widest, and the copies it is cut from."""
 WARM_UP = 2
 VARIANTS = ("slice", "mask", "extracted", "parent")
 PAIRS = (("slice", "extracted"), ("mask", "extracted"), ("parent", "extracted"), ("slice", "mask"))
@@ -159,6 +162,7 @@ def measure(options: Options, parallel: ParallelContext) -> dict[str, Any]:
     if recipe.space is None:
         raise ConfigError(f"{options.shape} has no elastic block, so no half-width plan; give a recipe that has one")
     check_sequence_length(recipe.model, options.tokens, "--tokens")
+    _check_memory(recipe.model)
     comparison = Comparison(recipe.model, recipe.space, parallel, options.tokens)
     difference = comparison.largest_difference()
     variants = {name: comparison.timed(name) for name in VARIANTS}
@@ -186,6 +190,14 @@ def measure(options: Options, parallel: ParallelContext) -> dict[str, Any]:
 def _ratios(seconds: Mapping[str, Sequence[Seconds]], clock: str) -> dict[str, dict[str, float]]:
     times = {name: [getattr(taken, clock) for taken in runs] for name, runs in seconds.items()}
     return {f"{name}/{base}": asdict(paired(times[name], times[base])) for name, base in PAIRS}
+
+
+def _check_memory(shape: ModelShape) -> None:
+    """Refuse a model that does not fit: the system would end the process without a word."""
+    needed = BYTES_PER_PARAMETER * total_params(shape, widths_of(parent_plan(shape), shape.num_layers))
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise ConfigError(f"--shape: the model needs about {needed / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free; give a smaller one")
 
 
 class _Progress:

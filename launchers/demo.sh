@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The demo: a tiny hybrid parent becomes a family of three. Called by `make demo`, which provides the environment.
-# Usage: launchers/demo.sh [RUN_DIR]
+# Usage: [DEMO_STEPS=N] launchers/demo.sh [RUN_DIR]    DEMO_STEPS cuts every stage to N steps, to try the whole path in a minute.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -9,7 +9,7 @@ run=${1:-runs/demo}
 data=runs/demo_data
 
 step() { printf '\n== %s\n' "$*"; }
-train() { launchers/local.sh 2 train "$recipe" "data.path=$data" "$@"; }
+train() { launchers/local.sh 2 train "$recipe" ${DEMO_STEPS:+--steps "$DEMO_STEPS"} "data.path=$data" "$@"; }
 
 step "plan: the budgets"
 megatron-elastic plan "$recipe"

@@ -71,7 +71,8 @@ def _progress_bar() -> Iterator[Progress]:
     try:
         yield progress
     finally:
-        bar.stop()
+        if bar.live.is_started:  # a bar that was never shown would still print an empty line
+            bar.stop()
 
 
 def _print_summary(info: DataInfo) -> None:

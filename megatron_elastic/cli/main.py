@@ -7,6 +7,7 @@ help. Such a module imports torch and megatron-core only inside that function, s
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -62,7 +63,8 @@ def build_app() -> typer.Typer:
 def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> None:
     """Run `app` on `arguments` (default: the process's) and exit.
 
-    An `ElasticError` becomes one message on stderr and exit code 2; any other exception keeps its traceback.
+    An `ElasticError` becomes one message on stderr and exit code 2; any other exception keeps its traceback. Of several processes
+    (RANK, as torchrun sets it) the first prints the message: what stops one rank is raised on all.
 
     Raises:
         SystemExit: always, unless an unknown exception propagates.
@@ -70,7 +72,8 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=None if arguments is None else list(arguments), prog_name=PROGRAM)
     except ElasticError as error:
-        typer.echo(f"error: {error}", err=True)
+        if os.environ.get("RANK", "0") == "0":
+            typer.echo(f"error: {error}", err=True)
         sys.exit(EXIT_USER_ERROR)
 
 

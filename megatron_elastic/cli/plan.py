@@ -124,7 +124,7 @@ def _table(rows: list[dict[str, str]]) -> Table:
     # Lines are drawn for people only; a pipe gets words and spaces.
     table = Table(box=box.SIMPLE_HEAD if sys.stdout.isatty() else None, pad_edge=False, header_style="bold")
     for number, column in enumerate(rows[0]):
-        table.add_column(column, justify="left" if number == 0 or column == "choices" else "right", no_wrap=True, overflow="ignore")
+        table.add_column(column, justify="left" if number == 0 or column == "choices" else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row.values())
     return table

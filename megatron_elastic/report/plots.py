@@ -178,6 +178,7 @@ def plot_costs(record: RunRecord, path: Path) -> None:
         axes.set(xlabel="elastic steps", ylabel=f"cost / target ({record.recipe.elastic.cost})")
         last = record.first_step(len(record.stages))
         axes.set_xlim(-0.015 * last, 1.015 * last)
+        axes.locator_params(axis="x", integer=True)
         spans = [(stage, record.first_step(number), record.first_step(number + 1)) for number, stage in enumerate(record.stages)]
         mark_stages(axes, spans, titles=True)
 

@@ -21,7 +21,7 @@ VERIFY_FORMAT_VERSION = 1
 class Row:
     """One row of metrics.jsonl.
 
-    kind: "train" (measured in step `step`) or "eval" (after `step` steps); step: of the stage; tokens: of the run, before the row.
+    kind: "train" (measured in step `step`), "eval" (after `step` steps) or "untrained" (the plans on the parent's weights); step: of the stage; tokens: of the run, before the row.
     values: everything, as it was written.
     """
 
@@ -78,13 +78,18 @@ class RunRecord:
     def parent_loss(self, stage: StageConfig) -> float | None:
         """The frozen parent's held-out loss on sequences of `stage`, None when nothing tells it.
 
-        A row says it as `parent_loss`; else, for stages as long as the first elastic one, it is the full budget's before the first step.
+        It is the full budget's loss under the untrained weights; before a stage has ended, for stages as long as the first elastic one,
+        the full budget's before the first step.
         """
-        told = [row.values["parent_loss"] for row in self.rows_of("eval", stage) if "parent_loss" in row.values]
-        first = self.stages[0]
-        if not told and stage.sequence_length == first.sequence_length:
-            return self.losses_at(first, 0).get(self.budgets[0])
-        return told[-1] if told else None
+        told = self.untrained_losses(stage) or (
+            self.losses_at(self.stages[0], 0) if stage.sequence_length == self.stages[0].sequence_length else {}
+        )
+        return told.get(self.budgets[0])
+
+    def untrained_losses(self, stage: StageConfig) -> Mapping[str, float]:
+        """Budget -> held-out loss of the stage's last plans under the frozen parent's weights; empty before the stage has ended."""
+        rows = self.rows_of("untrained", stage)
+        return rows[-1].values["loss"] if rows else {}
 
     def elastic_step(self, row: Row) -> int:
         """Steps of all elastic stages before `row`."""

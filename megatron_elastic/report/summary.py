@@ -29,7 +29,7 @@ class BudgetRow:
     """One member of a family after training; losses are held-out, in nats per token, None where they were not measured.
 
     run: name of the run's directory; plan_source: "parent", "pinned", or the recipe's router.choice ("learned", "uniform").
-    cost, target: in the unit of `elastic.cost`; loss_before: before the first elastic step; loss_after: elastic stage -> at its end.
+    cost, target: in the unit of `elastic.cost`; loss_before: the plan under the parent's weights; loss_after: elastic stage -> at its end.
     last_loss: of the newest evaluation; extracted_loss, masked_extracted: of `verify`, on its own samples.
     """
 
@@ -67,7 +67,7 @@ def budget_rows(record: RunRecord) -> list[BudgetRow]:
     assert recipe.elastic is not None
     cost = recipe_cost(recipe)
     targets = budget_targets(recipe, cost)
-    before = record.losses_at(record.stages[0], 0)
+    before = record.untrained_losses(record.stages[0]) or record.losses_at(record.stages[0], 0)
     after = {stage.name: record.losses_at(stage, stage.total_steps) for stage in record.stages}
     rows = []
     for name in sorted(targets, key=lambda one: -targets[one]):
@@ -139,7 +139,7 @@ def _full_against_parent(record: RunRecord, full: BudgetRow) -> Fact:
     stage = record.last_stage
     parent = record.parent_loss(stage)
     if parent is None:
-        needed = f"the parent's held-out loss on {stage.sequence_length:,} tokens, `parent_loss` of an eval row of stage {stage.name}, is missing"
+        needed = f"the parent's held-out loss on {stage.sequence_length:,} tokens is known when stage {stage.name} has ended"
         return Fact(name, None, needed)
     worse = full.last_loss / parent - 1
     return Fact(

@@ -38,7 +38,11 @@ class Record:
         if not run.parallel.is_main:
             return
         run.directory.mkdir(parents=True, exist_ok=True)
-        self._file = (run.directory / METRICS_FILE).open("a", encoding="utf-8")
+        path = run.directory / METRICS_FILE
+        cut = path.is_file() and not path.read_bytes().endswith(b"\n")
+        self._file = path.open("a", encoding="utf-8")
+        if cut:
+            self._file.write("\n")  # a kill in the middle of a line: the next row must not be glued to it
         if run.recipe.log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 

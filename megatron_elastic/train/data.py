@@ -69,6 +69,16 @@ class MicroBatch:
     """Position of its first sample in the global batch: decisions are drawn for groups of these."""
 
 
+def check_held_out(info: DataInfo, samples: int, sequence_length: int) -> None:
+    """Raise DataError when the held-out text is shorter than `samples` samples."""
+    available = (info.valid.tokens - 1) // sequence_length
+    if samples > available:
+        raise DataError(
+            f"eval.samples {samples} of {sequence_length} tokens are more than the {available} the held-out text of "
+            f"{str(info.path)!r} gives; lower eval.samples or hold out more"
+        )
+
+
 def build_datasets(
     info: DataInfo, *, sequence_length: int, train_samples: int, valid_samples: int, seed: int, cache_dir: Path, parallel: ParallelContext
 ) -> Datasets:
@@ -78,12 +88,7 @@ def build_datasets(
     valid_samples: held-out samples that will be asked for. cache_dir: where indices are kept; one half-written is built again.
     Raises DataError on every rank when the held-out text is too short.
     """
-    available = (info.valid.tokens - 1) // sequence_length
-    if valid_samples > available:
-        raise DataError(
-            f"eval.samples {valid_samples} of {sequence_length} tokens are more than the {available} the held-out text of "
-            f"{str(info.path)!r} gives; lower eval.samples or hold out more"
-        )
+    check_held_out(info, valid_samples, sequence_length)
     # megatron-core names indices after the path of the text; with other text at that path they would point past its end.
     text = f"{info.train.sha256[:8]}{info.valid.sha256[:8]}"
     cache = cache_dir / f"{text}-{sequence_length}-{train_samples}-{seed}"
@@ -111,6 +116,16 @@ def build_datasets(
     return Datasets(train, valid)
 
 
+def check_replicas(global_batch_size: int, micro_batch_size: int, data_size: int) -> None:
+    """Raise ConfigError when a step cannot be divided over the replicas."""
+    together = micro_batch_size * data_size
+    if global_batch_size % together:
+        raise ConfigError(
+            f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size {micro_batch_size} x {data_size} data-parallel "
+            f"replicas; use a multiple of {together}"
+        )
+
+
 def batches(
     dataset: GPTDataset, *, global_batch_size: int, micro_batch_size: int, data_rank: int, data_size: int, consumed_samples: int = 0
 ) -> Iterator[MicroBatch]:
@@ -120,12 +135,7 @@ def batches(
     samples are the same for every data_size. consumed_samples: a multiple of global_batch_size.
     Raises ConfigError when a step cannot be divided over the replicas.
     """
-    together = micro_batch_size * data_size
-    if global_batch_size % together:
-        raise ConfigError(
-            f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size {micro_batch_size} x {data_size} data-parallel "
-            f"replicas; use a multiple of {together}"
-        )
+    check_replicas(global_batch_size, micro_batch_size, data_size)
     assert consumed_samples % global_batch_size == 0, (consumed_samples, global_batch_size)
     return _batches(dataset, global_batch_size, micro_batch_size, data_rank, data_size, consumed_samples)
 

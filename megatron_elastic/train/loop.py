@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from megatron_elastic.config import Recipe, to_plain
 from megatron_elastic.errors import CheckpointError, ConfigError, DataError, ElasticError, PlanError, UnsupportedError, raise_all
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.preflight import recipe_problems
+from megatron_elastic.router.schedules import learning_rate
 from megatron_elastic.train.callbacks import Callback, Checkpointing, Evaluation, Progress, Record
-from megatron_elastic.train.data import batches, fixed_batches, open_data
+from megatron_elastic.train.data import DataInfo, batches, check_held_out, check_replicas, fixed_batches, open_data
 from megatron_elastic.train.forward import batch_loss, hidden_states, loss_terms
 from megatron_elastic.train.run import Run
 from megatron_elastic.train.step import train_step
@@ -108,10 +110,30 @@ def _start_together(recipe: Recipe, stage: str | None, parallel: ParallelContext
                 f"parallel.tensor {parallel.tensor}, pipeline {parallel.pipeline}: training is data- and expert-parallel only yet; use 1 (plans run forward on every layout)"
             )
         raise_all(ConfigError, recipe_problems(recipe), "recipe")
-        open_data(recipe.data.path, recipe.model.vocab_size)
+        _check_stages(recipe, open_data(recipe.data.path, recipe.model.vocab_size), parallel)
     except ElasticError as found:
         error = found
     parallel.raise_together(error)
+
+
+def _check_stages(recipe: Recipe, info: DataInfo, parallel: ParallelContext) -> None:
+    """Refuse now what would stop a later stage after the earlier ones have run. Raises ConfigError with every problem."""
+    problems, elastic = [], False
+    for stage in recipe.stages:
+        if elastic and not stage.elastic:
+            problems.append(f"stages.{stage.name}: a stage with elastic: false cannot follow an elastic one; put it first")
+        elastic = elastic or stage.elastic
+        checks = (
+            partial(check_held_out, info, recipe.eval.samples, stage.sequence_length),
+            partial(check_replicas, stage.global_batch_size, stage.micro_batch_size, parallel.data),
+            partial(learning_rate, 0, stage.warmup_steps, stage.total_steps, stage.lr, stage.min_lr),
+        )
+        for check in checks:
+            try:
+                check()
+            except ElasticError as error:
+                problems.append(f"stages.{stage.name}: {error}")
+    raise_all(ConfigError, problems, "recipe")
 
 
 @torch.no_grad()
@@ -123,11 +145,12 @@ def check_teacher(run: Run) -> None:
     loss = batch_loss(
         run.model, hidden_states(run.model, batch), batch, replace(terms, kl_weight=1.0), run.teacher, hidden_states(run.teacher, batch)
     )
-    divergence = float(loss.kl) / stage.sequence_length
+    divergence, error = float(loss.kl) / stage.sequence_length, None
     if not divergence <= 1e-6:
-        raise CheckpointError(
+        error = CheckpointError(
             f"KL(parent || full budget) is {divergence:.3g} per token at the start of stage {stage.name!r}, not 0: the parent's checkpoint is not this model's"
         )
+    parallel.raise_together(error)  # one rank alone looks at text, the others at padding
 
 
 def _keep_recipe(run: Run) -> None:
@@ -145,12 +168,12 @@ def finish(run: Run, *, trial: bool) -> None:
     decider = run.decider
     assert decider is not None
     report = decider.family()
+    if not trial:
+        raise_all(PlanError, report.problems, "the router's plans are no family yet")
     if run.parallel.is_main:
         write_family(run.directory / FAMILY_FILE, report.plans, report.costs, decider.targets, run.recipe)
         for problem in report.problems:
             _say(run, f"warning: {problem}")
-    if not trial:
-        raise_all(PlanError, report.problems, "the router's plans are no family yet")
 
 
 def write_family(path: Path, plans: dict, costs: dict[str, float], targets: dict[str, float], recipe: Recipe) -> None:

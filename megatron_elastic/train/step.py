@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_elastic.config import StageConfig
 from megatron_elastic.errors import ElasticError
 from megatron_elastic.router.sampling import group_of_sample
 from megatron_elastic.router.schedules import learning_rate
@@ -70,15 +72,14 @@ def train_step(run: Run, batches: Iterator[MicroBatch]) -> StepMetrics:
     for options in run.optimizer.param_groups:
         options["lr"] = lr
     loss = float(sums[:, 0].sum() / tokens)
-    if not torch.isfinite(sums).all():
-        raise ElasticError(
-            f"stage {stage.name!r}, step {step}: the loss is {loss}; lower stages.{stage.name}.lr or start from an earlier checkpoint"
-        )
-    _, grad_norm, _ = run.optimizer.step()
+    _check_finite(stage, step, "loss", loss if torch.isfinite(sums).all() else math.nan)
+    grad_norm = float(run.optimizer.step()[1] or 0.0)
+    _check_finite(stage, step, "gradient's norm", grad_norm)
     router_norm = 0.0
     if groups and run.decider:
         router_lr = learning_rate(step, stage.warmup_steps, stage.total_steps, stage.router_lr, stage.router_lr * 0.1)
         router_norm = run.decider.learn(groups, tokens, router_lr, progress, parallel)
+        _check_finite(stage, step, "router's gradient's norm", router_norm)
     return StepMetrics(
         stage=stage.name,
         step=step,
@@ -88,9 +89,17 @@ def train_step(run: Run, batches: Iterator[MicroBatch]) -> StepMetrics:
         tokens=stage.global_batch_size * stage.sequence_length,
         seconds=time.perf_counter() - started,
         lr=lr,
-        grad_norm=float(grad_norm or 0.0),
+        grad_norm=grad_norm,
         router_grad_norm=router_norm,
     )
+
+
+def _check_finite(stage: StageConfig, step: int, what: str, value: float) -> None:
+    """Stop before what is not finite reaches a checkpoint; `value` is the same on every rank."""
+    if not math.isfinite(value):
+        raise ElasticError(
+            f"stage {stage.name!r}, step {step}: the {what} is {value}; lower stages.{stage.name}.lr or start from an earlier checkpoint"
+        )
 
 
 def _forward_step(run: Run, groups: list[GroupDecision], batches: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Any]:

@@ -96,6 +96,12 @@ def test_a_recipe_without_a_family_is_refused(tmp_path: Path, _one_process: Any)
         slice_vs_mask.measure(slice_vs_mask.Options(path, pairs=2, tokens=TOKENS), _one_process)
 
 
+def test_a_model_that_does_not_fit_is_refused(_one_process: Any) -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / "nemotron_3_nano_30b.yaml"
+    with pytest.raises(ConfigError, match="needs about 706 GiB, .* GiB are free; give a smaller one"):
+        slice_vs_mask.measure(slice_vs_mask.Options(recipe, pairs=2, tokens=128), _one_process)
+
+
 def test_one_pair_has_no_quartiles(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         slice_vs_mask.parse(["--pairs", "1"])

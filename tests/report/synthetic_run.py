@@ -32,7 +32,7 @@ def held_out(name: str, stage: str, share: float) -> float:
 
 
 def write_run(directory: Path, *overrides: str, parent_loss: bool = False, worse: float = 0.0) -> Path:
-    """Write a finished run; worse: added to every loss but the full budget's; parent_loss: whether eval rows hold it."""
+    """Write a finished run; worse: added to every loss but the full budget's; parent_loss: whether stages say what their plans lose under the parent's weights."""
     recipe = load_recipe(RECIPE, [*STEPS, f"run_dir={directory}", *overrides])
     directory.mkdir(parents=True)
     (directory / "recipe.yaml").write_text(yaml.safe_dump(to_plain(recipe), sort_keys=False))
@@ -42,8 +42,9 @@ def write_run(directory: Path, *overrides: str, parent_loss: bool = False, worse
             head = {"stage": stage.name, "step": step, "tokens": tokens + step * stage.global_batch_size * stage.sequence_length}
             if step % recipe.eval.interval == 0 or step == stage.total_steps:
                 rows.append({"kind": "eval", **head, **_evaluation(family, stage.name, step / stage.total_steps, worse)})
-                if stage.elastic and parent_loss:
-                    rows[-1]["parent_loss"] = 2.0 if stage.name == "short" else 1.75
+                if stage.elastic and parent_loss and step == stage.total_steps:
+                    full = {"full": 2.0 if stage.name == "short" else 1.75}
+                    rows.append({"kind": "untrained", **head, "loss": {**BEFORE, **full}})
             if step < stage.total_steps:
                 rows.append({"kind": "train", **head, **_step(list(FLOOR) if stage.elastic else ["parent"], done)})
                 done += stage.elastic

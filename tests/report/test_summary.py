@@ -71,7 +71,7 @@ def test_the_full_budget_is_compared_at_equal_sequence_length_or_not_at_all(tmp_
     untold = answers(read_run(write_run(tmp_path / "untold")))[1]
     assert untold == (
         None,
-        "the parent's held-out loss on 1,024 tokens, `parent_loss` of an eval row of stage long, is missing",
+        "the parent's held-out loss on 1,024 tokens is known when stage long has ended",
     )
     equal = answers(read_run(write_run(tmp_path / "equal", "stages.long.sequence_length=256")))[1]
     assert equal == (True, "1.7000 against 2.0000, -15.0%, on 256 tokens")

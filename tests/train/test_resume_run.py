@@ -5,6 +5,7 @@ Run: pytest tests/train/test_resume_run.py
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +65,10 @@ def killed_while_writing(recipe: Recipe) -> None:
                 die()
             return self._file.write(content)
 
+    @contextmanager
     def create_stream(self: Any, path: Any, mode: str) -> Any:
-        context = create(self, path, mode)
-        if mode == "wb" and "step-short-0000004" in str(path):
-            enter = context.__enter__
-            context.__class__ = type("Context", (type(context),), {"__enter__": lambda _: Stream(enter())})
-        return context
+        with create(self, path, mode) as stream:
+            yield Stream(stream) if mode == "wb" and "step-short-0000004" in str(path) else stream
 
     FileSystem.create_stream = create_stream
     harness.train(recipe)
