@@ -14,6 +14,7 @@ import json
 import platform
 import sys
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -132,21 +133,26 @@ class Comparison:
         return self.tokens * int(flops_per_token(self.shape, widths, self.tokens))
 
     def saved_bytes(self, name: str) -> int:
-        """Bytes kept for the backward: every storage that autograd saves, once and whole, parameters left out."""
+        """Bytes kept for the backward: every storage that the graph of the loss holds, once and whole, parameters left out."""
+        held: weakref.WeakSet[_Held] = weakref.WeakSet()
+
+        def pack(tensor: torch.Tensor) -> _Held:
+            held.add(saved := _Held(tensor))
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+            loss = self.loss(name)
         owned = {p.untyped_storage().data_ptr() for p in self.variants[name].chunk.parameters()}
-        saved: dict[int, int] = {}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in owned:
-                saved[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = self.loss(name)  # kept until the sum is taken: a freed storage's address would be used again
-        total = sum(saved.values())
+        storages = [saved.tensor.untyped_storage() for saved in held]  # not what was saved for a result that nothing uses
         del loss
-        return total
+        return sum({s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in owned}.values())
+
+
+@dataclass(eq=False)
+class _Held:
+    """A saved tensor that lives as long as the graph."""
+
+    tensor: torch.Tensor
 
 
 def _in_ddp(model: Any) -> Any:

@@ -12,48 +12,58 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_elastic.cli.main import build_app, run
-from megatron_elastic.platform import prepare_platform
+from megatron_elastic.export.extract import extract, stack_experts, unstack_experts
+from megatron_elastic.models.hybrid import build_hybrid
+from megatron_elastic.models.weights import gather_tensors, scatter_tensors
+from megatron_elastic.shape import resize
+from tests.elastic.family import build_family, forward_backward, narrowed, relative, run
+from tests.train.harness import command, in_new_process, rows
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "demo_hybrid.yaml"
 
 
-def _command(*arguments: str | Path) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        run(build_app(), [str(argument) for argument in arguments])
-    assert stopped.value.code in (0, None), arguments
+def succeed(*arguments: str | Path) -> str:
+    """Standard output of a command that ends well."""
+    code, out, err = in_new_process(command, *map(str, arguments))
+    assert code == 0, err
+    return out
 
 
 @pytest.mark.smoke
-def test_the_demo_for_two_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    data, directory = tmp_path / "data", tmp_path / "run"
-    _command("data", "stdlib", "--out", data, "--max-bytes", "2000000")
-    _command("train", RECIPE, "--steps", "2", f"run_dir={directory}", f"data.path={data}", "eval.samples=2", "seed=7")
-    _command("extract", directory, "--out", tmp_path / "members")
-    _command("verify", directory, "--members", tmp_path / "members", "--data", data, "--samples", "2")
-    capfd.readouterr()
-    _command("report", directory)
-    assert "small" in capfd.readouterr().out
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    trained = [(row["stage"], row["step"]) for row in rows if row["kind"] == "train"]
-    assert trained == [(stage, step) for stage in ("parent", "short", "long") for step in (0, 1)]
+def test_the_demo_for_two_steps(tmp_path: Path) -> None:
+    data, directory, members = tmp_path / "data", tmp_path / "run", tmp_path / "members"
+    succeed("data", "stdlib", "--out", data, "--max-bytes", "2000000")
+    output = succeed("train", RECIPE, "--steps", "2", f"run_dir={directory}", f"data.path={data}", "eval.samples=2", "seed=7")
+    assert "tokens/s" in output and "held-out loss full" in output
+    assert [(row["stage"], row["step"]) for row in rows(directory)] == [(s, n) for s in ("parent", "short", "long") for n in (0, 1)]
+    succeed("extract", directory, "--out", members)
+    assert {path.name for path in members.iterdir()} == {"full", "medium", "small"}
+    succeed("verify", directory, "--members", members, "--data", data, "--samples", "2")
     verified = json.loads((directory / "verify.json").read_text(encoding="utf-8"))["budgets"]
     assert set(verified) == {"full", "medium", "small"}
     assert max(max(row["masked_sliced"], row["masked_extracted"]) for row in verified.values()) < 1e-4
+    assert "small" in succeed("report", directory)
 
 
 @pytest.mark.smoke
-def test_full_budget_is_the_parent_and_a_plan_is_its_slice(parallel: Any) -> None:
-    prepare_platform()
-    from tests.elastic.family import build_family, forward_backward, narrowed, relative
-    from tests.elastic.family import run as run_plan
+def test_a_plan_masked_sliced_and_extracted(parallel: Any) -> None:
+    model, space, handle, shape = build_family(parallel)
+    plan = narrowed(space, None)
+    masked, _ = run(model, handle, plan, "mask")
+    sliced, _ = run(model, handle, plan, "slice")
+    small = build_hybrid(resize(shape, plan), parallel)
+    scatter_tensors(small, unstack_experts(dict(extract(stack_experts(gather_tensors(model)).items(), shape, space, plan))))
+    extracted, _ = forward_backward(small)
+    assert relative(run(model, handle, None, "slice")[0], sliced) > 1e-2, "the plan changes nothing"
+    assert max(relative(masked, sliced), relative(extracted, sliced)) < 1e-5
 
+
+@pytest.mark.smoke
+def test_the_full_budget_is_the_parent_bit_for_bit(parallel: Any) -> None:
     model, space, handle, _ = build_family(parallel)
-    whole, grads = run_plan(model, handle, space.parent, "slice")
-    masked, _ = run_plan(model, handle, narrowed(space, None), "mask")
-    sliced, _ = run_plan(model, handle, narrowed(space, None), "slice")
-    assert relative(masked, sliced) < 1e-5
+    elastic = [run(model, handle, plan, mode) for plan in (None, space.parent) for mode in ("mask", "slice")]
     handle.remove()
-    again, again_grads = forward_backward(model)
-    assert torch.equal(whole, again)
-    assert all(torch.equal(grads[name], again_grads[name]) for name in grads)
+    logits, grads = forward_backward(model)
+    for again, again_grads in elastic:
+        assert torch.equal(again, logits) and grads.keys() == again_grads.keys()
+        assert all(torch.equal(grads[name], again_grads[name]) for name in grads)

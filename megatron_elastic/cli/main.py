@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
@@ -23,6 +24,8 @@ COMMANDS = ("data", "train", "plan", "validate", "extract", "verify", "report")
 """Modules of this package, in the order in which `--help` lists them."""
 
 EXIT_USER_ERROR = 2
+SECONDS_FOR_THE_FIRST = 3.0
+"""How long the other processes of a run wait before they end on a user's error."""
 
 
 def describe_versions() -> str:
@@ -74,6 +77,8 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> None:
     except ElasticError as error:
         if os.environ.get("RANK", "0") == "0":
             typer.echo(f"error: {error}", err=True)
+        else:
+            time.sleep(SECONDS_FOR_THE_FIRST)  # a launcher ends all processes when one does; the first must have spoken by then
         sys.exit(EXIT_USER_ERROR)
 
 

@@ -217,6 +217,8 @@ def _redirect_literal_devices(torch: Any) -> None:
 
         return wrapped
 
+    # `with torch.device("meta")` acts on the functions it finds in a list that torch makes once: make it before they are replaced.
+    torch.utils._device._device_constructors()  # pyright: ignore[reportPrivateUsage]
     for name in _FACTORIES.split():
         setattr(torch, name, on_cpu(getattr(torch, name)))
     move = on_cpu(torch.Tensor.to)

@@ -78,3 +78,10 @@ def test_coming_after_megatron_is_refused() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "before megatron.core is imported" in done.stderr
+
+
+def test_a_device_context_still_acts() -> None:
+    prepare_platform()
+    with torch.device("meta"):
+        made = [torch.empty(3), torch.zeros(2), torch.rand(2), torch.nn.Linear(2, 3).weight]
+    assert {tensor.device.type for tensor in made} == {"meta"}

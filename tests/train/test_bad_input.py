@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_elastic.cli import main
 from megatron_elastic.config import decode_recipe
 from megatron_elastic.elastic.attach import elasticize
 from megatron_elastic.errors import ElasticError
@@ -279,10 +280,16 @@ def free_port() -> int:
                 return port
 
 
+def impatient(*arguments: str) -> tuple[int, str, str]:
+    """A command whose second process does not wait for the first: no launcher watches them here."""
+    main.SECONDS_FOR_THE_FIRST = 0.0
+    return command(*arguments)
+
+
 def on_two_ranks(*arguments: list[str]) -> list[tuple[int, str, str]]:
     """The same command on two processes, as torchrun starts them; a list of arguments for each."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return in_new_processes(command, list(map(tuple, arguments)), environment=[common | {"RANK": str(rank)} for rank in range(2)])
+    return in_new_processes(impatient, list(map(tuple, arguments)), environment=[common | {"RANK": str(rank)} for rank in range(2)])
 
 
 BAD_ON_RANKS: dict[str, tuple[list[str], list[str], str]] = {
