@@ -22,7 +22,7 @@ def command(
     from megatron_elastic.axes import SubmodelPlan
     from megatron_elastic.checkpoint import find_model_checkpoint, open_checkpoint
     from megatron_elastic.cost import total_params, widths_of
-    from megatron_elastic.errors import PlanError
+    from megatron_elastic.errors import CheckpointError, PlanError, raise_all
     from megatron_elastic.shape import parent_plan
 
     checkpoint = find_model_checkpoint(source)
@@ -30,8 +30,11 @@ def command(
         raise PlanError("--plan and --budget exclude each other; give one")
     if plan is not None:
         try:
-            wanted = {"": SubmodelPlan.from_dict(json.loads(plan.read_text(encoding="utf-8")))}
-        except (OSError, ValueError) as error:
+            content = json.loads(plan.read_text(encoding="utf-8"))
+            if not isinstance(content, dict):
+                raise PlanError(f"--plan {str(plan)!r} cannot be read: a plan is a JSON object, not {type(content).__name__}")
+            wanted = {"": SubmodelPlan.from_dict(content)}
+        except (OSError, ValueError, TypeError) as error:
             raise PlanError(f"--plan {str(plan)!r} cannot be read: {error}") from None
     else:
         from megatron_elastic.export.verify import choose_plans
@@ -39,8 +42,11 @@ def command(
         wanted = choose_plans(open_checkpoint(checkpoint).plans, budget, source)
     from megatron_elastic.export.verify import write_submodel
 
+    directories = {name: out / name if budget is None and plan is None else out for name in wanted}
+    taken = [f"{str(directory)!r} exists; choose another path or delete it" for directory in directories.values() if directory.exists()]
+    raise_all(CheckpointError, taken, "--out")
     for name, chosen in wanted.items():
-        directory = out / name if budget is None and plan is None else out
+        directory = directories[name]
         shape = write_submodel(checkpoint, chosen, directory)
         size = total_params(shape, widths_of(parent_plan(shape), shape.num_layers))
         typer.echo(f"{directory}: {name or 'plan'}, {size:,} parameters, layers {shape.layer_pattern}, hidden {shape.hidden_size}")

@@ -36,8 +36,8 @@ class Agreement:
 
     @property
     def holds(self) -> bool:
-        """Whether the three agree."""
-        return max(self.masked_sliced, self.masked_extracted) <= TOLERANCE
+        """Whether the three agree; what is not a number agrees with nothing."""
+        return self.masked_sliced <= TOLERANCE and self.masked_extracted <= TOLERANCE
 
 
 def write_submodel(source: Path, plan: SubmodelPlan, directory: Path) -> ModelShape:

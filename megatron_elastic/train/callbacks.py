@@ -161,10 +161,10 @@ class Evaluation(Callback):
         self._record.write("eval", run, run.step, values)
         if run.parallel.is_main:
             text = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
-            print(
+            print(  # noqa: T201 - the progress line
                 f"{run.stage.name} {run.step:>5}/{run.stage.total_steps}  held-out loss {text}  ({time.perf_counter() - started:.1f} s)",
                 flush=True,
-            )  # noqa: T201
+            )
 
 
 class Checkpointing(Callback):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_elastic.cli.main import build_app, run
+from tests.train.harness import command, in_new_process
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ def commands(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [ROOT / "docs" / "tutorial.md", ROOT / "README.md"], ids=lambda page: page.name)
-def test_commands_run_as_written(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_commands_run_as_written(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     monkeypatch.chdir(tmp_path)
     found = commands(page)
@@ -36,11 +36,9 @@ def test_commands_run_as_written(page: Path, tmp_path: Path, monkeypatch: pytest
             arguments += ["--steps", "2", "eval.samples=2"]
         if arguments[0] == "verify":
             arguments += ["--samples", "2"]
-        with pytest.raises(SystemExit) as stopped:
-            run(build_app(), arguments)
-        output = capfd.readouterr()
-        assert stopped.value.code in (0, None), f"{line}\n{output.out}\n{output.err}"
-        assert output.out.strip(), line
+        code, out, err = in_new_process(command, *arguments)
+        assert code == 0, f"{line}\n{out}\n{err}"
+        assert out.strip(), line
 
 
 def test_readme_snippet_runs(parallel: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,9 @@ def stored(checkpoint: Path) -> dict[str, torch.Tensor]:
 
     reader = dcp.FileSystemReader(checkpoint)
     entries = reader.read_metadata().state_dict_metadata.items()
-    found = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
+    found = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in entries if isinstance(entry, TensorStorageMetadata)
+    }
     dcp.load(found, storage_reader=reader, no_dist=True)
     return found | _flat(torch.load(checkpoint / "common.pt", weights_only=False), "common")
 

@@ -61,12 +61,18 @@ BAD_RECIPES: dict[str, tuple[list[str], list[str]]] = {
         ["parallel.tensor 3 does not divide elastic.shard_groups 4; choose a divisor or raise shard_groups"],
     ),
     "top-k above the kept experts": (["elastic.axes.experts=[8,6,2]"], ["experts", "topk 3", "2"]),
-    "unreachable budget": (["elastic.budgets.small=0.1"], ["elastic.budgets.small", "10463.2 within 0.02", "the nearest reachable cost is 21932"]),
+    "unreachable budget": (
+        ["elastic.budgets.small=0.1"],
+        ["elastic.budgets.small", "10463.2 within 0.02", "the nearest reachable cost is 21932"],
+    ),
     "pinned plan outside the space": (["elastic.budgets.medium.plan.ffn=40"], ["elastic.budgets.medium.plan", "ffn 40", "[72, 48, 24]"]),
     "stage of another name": (["--stage", "shrot"], ["--stage 'shrot' is not a stage of the recipe; stages: parent, short, long"]),
     "no steps": (["--steps", "0"], ["--steps 0 must be at least 1"]),
     "no stages": (["stages=[]"], ["stages is empty"]),
-    "data missing": (["data.path=nowhere"], ["data.path 'nowhere' does not exist; write one with: megatron-elastic data SOURCE --out nowhere"]),
+    "data missing": (
+        ["data.path=nowhere"],
+        ["data.path 'nowhere' does not exist; write one with: megatron-elastic data SOURCE --out nowhere"],
+    ),
     "no data section": (["data=null"], ["data is missing; set data.path"]),
     "token ids outside the vocabulary": (
         ["model.vocab_size=200"],
@@ -76,13 +82,19 @@ BAD_RECIPES: dict[str, tuple[list[str], list[str]]] = {
         ["stages.long.sequence_length=9000"],
         ["stages.long: eval.samples 3 of 9000 tokens are more than the 0 the held-out text", "lower eval.samples or hold out more"],
     ),
-    "a warm-up that fills a late stage": (["stages.long.warmup_steps=3"], ["stages.long: warmup_steps 3 must lie between 0 and the stage's 3 steps"]),
+    "a warm-up that fills a late stage": (
+        ["stages.long.warmup_steps=3"],
+        ["stages.long: warmup_steps 3 must lie between 0 and the stage's 3 steps"],
+    ),
     "a parent's stage too late": (
         ["stages.short.elastic=true", "stages.long.elastic=false"],
         ["stages.long: a stage with elastic: false cannot follow an elastic one; put it first"],
     ),
     "micro-batch and decisions": (["router.samples_per_decision=3"], ["router.samples_per_decision 3", "micro_batch_size 2"]),
-    "elastic without a parent": (["stages.parent.elastic=true"], ["stages[0] (parent) is elastic but there is no parent; set parent: PATH"]),
+    "elastic without a parent": (
+        ["stages.parent.elastic=true"],
+        ["stages[0] (parent) is elastic but there is no parent; set parent: PATH"],
+    ),
     "no such parent": (["parent=nowhere"], ["checkpoint 'nowhere' does not exist"]),
     "processes that the layout does not divide": (["parallel.expert=2"], ["parallel.expert 2", "does not divide the 1 processes"]),
 }
@@ -295,8 +307,16 @@ def on_two_ranks(*arguments: list[str]) -> list[tuple[int, str, str]]:
 BAD_ON_RANKS: dict[str, tuple[list[str], list[str], str]] = {
     "on both": (["stages.parent.warmup_steps=9"], ["stages.parent.warmup_steps=9"], "stages.parent: warmup_steps 9 must lie between 0 and"),
     "on one": ([], ["data.path=nowhere"], "data.path 'nowhere' does not exist; write one with"),
-    "tensor parallelism": (["parallel.tensor=2"], ["parallel.tensor=2"], "parallel.tensor 2, pipeline 1: training is data- and expert-parallel only"),
-    "pipeline": (["parallel.pipeline=2"], ["parallel.pipeline=2"], "parallel.tensor 1, pipeline 2: training is data- and expert-parallel only"),
+    "tensor parallelism": (
+        ["parallel.tensor=2"],
+        ["parallel.tensor=2"],
+        "parallel.tensor 2, pipeline 1: training is data- and expert-parallel only",
+    ),
+    "pipeline": (
+        ["parallel.pipeline=2"],
+        ["parallel.pipeline=2"],
+        "parallel.tensor 1, pipeline 2: training is data- and expert-parallel only",
+    ),
     "replicas": (
         ["stages.long.micro_batch_size=8", "router.samples_per_decision=8"],
         ["stages.long.micro_batch_size=8", "router.samples_per_decision=8"],

@@ -261,7 +261,9 @@ def test_two_ranks_take_the_same_run(run: tuple[Path, dict[str, Any]], data: Pat
             assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-7), (one["stage"], one["step"], key)
     for one, two in zip(rows(run[0], "eval"), rows(tmp_path / "run", "eval"), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
-    router = {name: tensor for name, tensor in stored(run[0] / "checkpoints" / "stage-long").items() if name.startswith("common.run.router.")}
+    router = {
+        name: tensor for name, tensor in stored(run[0] / "checkpoints" / "stage-long").items() if name.startswith("common.run.router.")
+    }
     for name, tensor in routers[0].items():
         torch.testing.assert_close(tensor, router[f"common.run.router.{name}"], rtol=1e-4, atol=1e-6)
 
