@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_elastic.axes import SubmodelPlan
-from megatron_elastic.config import PinnedBudget, Recipe, StageConfig
 from megatron_elastic.cost import cost_function
 from megatron_elastic.errors import ConfigError
 from megatron_elastic.planning import Cost, check_targets, plan_cost, uniform_plan
+from megatron_elastic.recipe import PinnedBudget, Recipe, StageConfig
 from megatron_elastic.shape import ModelShape, parent_plan
 
 

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_elastic.axes import ElasticAxis
-from megatron_elastic.config import Recipe, StageConfig, decode_recipe, load_recipe, to_plain
+from megatron_elastic.config import decode_recipe, load_recipe, to_plain
 from megatron_elastic.errors import ConfigError
+from megatron_elastic.recipe import Recipe, StageConfig
 from megatron_elastic.recipe_files import apply_overrides, read_yaml
 from tests.shape_strategies import quick, shapes
 

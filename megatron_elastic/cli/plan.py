@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_elastic.axes import ElasticAxis, ElasticSpace, SubmodelPlan
-from megatron_elastic.config import Recipe, load_recipe
+from megatron_elastic.config import load_recipe
 from megatron_elastic.cost import active_params, flops_per_token, total_params, weight_bytes, widths_of
+from megatron_elastic.recipe import Recipe
 from megatron_elastic.shape import parent_plan
 
 if TYPE_CHECKING:

@@ -245,6 +245,7 @@ def _pipeline_stack(kind: Any) -> type:
         site: modules.Site
 
         def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            """[s, b, parent's hidden] in and out, except at the ends of the pipeline."""
             decision = self.site.sliced
             kept = None if decision is None else decision.hidden_kept()
             if kept is not None and not self.pre_process:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_elastic.config import DistillConfig
+from megatron_elastic.recipe import DistillConfig
 from megatron_elastic.report.record import RunRecord
 from megatron_elastic.report.style import PARENT_COLOUR, colours, drawing, legend_above, mark_stages, running_mean
 from megatron_elastic.report.summary import BudgetRow

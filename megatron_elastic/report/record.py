@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_elastic.config import Recipe, StageConfig, load_recipe
+from megatron_elastic.config import load_recipe
 from megatron_elastic.errors import CheckpointError, ConfigError
+from megatron_elastic.recipe import Recipe, StageConfig
 
 RECIPE_FILE = "recipe.yaml"
 METRICS_FILE = "metrics.jsonl"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_elastic.config import StageConfig
+from megatron_elastic.recipe import StageConfig
 
 DPI = 150
 PARENT_COLOUR = "#333333"

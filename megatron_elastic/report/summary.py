@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_elastic.axes import SubmodelPlan
-from megatron_elastic.config import PinnedBudget
 from megatron_elastic.cost import active_params, total_params, widths_of
 from megatron_elastic.errors import ConfigError, raise_all
 from megatron_elastic.planning import plan_cost
 from megatron_elastic.preflight import budget_targets, recipe_cost
+from megatron_elastic.recipe import PinnedBudget
 from megatron_elastic.report.record import RunRecord
 
 REPORT_FORMAT_VERSION = 1

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_elastic.axes import ElasticAxis, ElasticSpace, SubmodelPlan
-from megatron_elastic.config import Recipe, StageConfig
 from megatron_elastic.elastic.decision import Decision, Mode, hard_decision, soft_decision
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.planning import Cost, plan_cost
 from megatron_elastic.preflight import budget_plans, budget_targets, recipe_cost
+from megatron_elastic.recipe import Recipe, StageConfig
 from megatron_elastic.router.finalize import FamilyReport, examine, report_of
 from megatron_elastic.router.network import BudgetRouter
 from megatron_elastic.router.objective import anchor_loss, budget_loss, expected_widths

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from megatron_elastic.config import DistillConfig
 from megatron_elastic.distill.losses import OutputLoss, OutputLossTerms, chunked_output_loss
+from megatron_elastic.recipe import DistillConfig
 from megatron_elastic.train.data import MicroBatch, packed_seq_params
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 import yaml
 
-from megatron_elastic.config import Recipe, to_plain
+from megatron_elastic.config import to_plain
 from megatron_elastic.errors import CheckpointError, ConfigError, DataError, ElasticError, PlanError, UnsupportedError, raise_all
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.preflight import recipe_problems
+from megatron_elastic.recipe import Recipe
 from megatron_elastic.router.schedules import learning_rate
 from megatron_elastic.train.callbacks import Callback, Checkpointing, Evaluation, Progress, Record
 from megatron_elastic.train.data import DataInfo, batches, check_held_out, check_replicas, fixed_batches, open_data

@@ -10,11 +10,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from megatron_elastic.checkpoint import find_model_checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
-from megatron_elastic.config import Recipe, StageConfig, to_plain
+from megatron_elastic.config import to_plain
 from megatron_elastic.elastic.attach import ElasticHandle, elasticize
 from megatron_elastic.errors import CheckpointError, ConfigError
 from megatron_elastic.models.hybrid import build_hybrid
 from megatron_elastic.parallel import ParallelContext
+from megatron_elastic.recipe import Recipe, StageConfig
 from megatron_elastic.recipe_files import flatten
 from megatron_elastic.train.data import Datasets, build_datasets, open_data
 from megatron_elastic.train.decide import Decider

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_elastic.config import StageConfig
 from megatron_elastic.errors import ElasticError
+from megatron_elastic.recipe import StageConfig
 from megatron_elastic.router.sampling import group_of_sample
 from megatron_elastic.router.schedules import learning_rate
 from megatron_elastic.train.data import MicroBatch

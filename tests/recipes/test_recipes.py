@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_elastic.config import PinnedBudget, load_recipe
+from megatron_elastic.config import load_recipe
 from megatron_elastic.cost import active_params, total_params, widths_of
 from megatron_elastic.preflight import recipe_problems
+from megatron_elastic.recipe import PinnedBudget
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 NEMOTRON = {

@@ -8,9 +8,10 @@ from typing import Any
 
 import yaml
 
-from megatron_elastic.config import Recipe, load_recipe, to_plain
+from megatron_elastic.config import load_recipe, to_plain
 from megatron_elastic.planning import plan_cost
 from megatron_elastic.preflight import budget_plans, budget_targets, recipe_cost
+from megatron_elastic.recipe import Recipe
 
 RECIPE = Path(__file__).parents[1] / "cli" / "tiny.yaml"
 STEPS = ("stages.parent.steps=20", "stages.short.steps=12", "stages.long.steps=6", "stages.long.warmup_steps=2", "eval.interval=4")

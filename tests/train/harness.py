@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from megatron_elastic.config import Recipe, decode_recipe
+from megatron_elastic.config import decode_recipe
+from megatron_elastic.recipe import Recipe
 from megatron_elastic.recipe_files import read_yaml
 
 RECIPE = Path(__file__).parent / "recipes" / "tiny.yaml"

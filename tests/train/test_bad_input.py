@@ -123,6 +123,16 @@ def test_a_parent_of_another_model(parent: Path, data: Path, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_of_another_recipe_is_not_continued(parent: Path, data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(parent, run)
+    before = sorted(path.name for path in (run / "checkpoints").iterdir())
+    message = only_message(in_new_process(command, "train", str(RECIPE), f"run_dir={run}", f"data.path={data}"))
+    assert "stage-parent' was made by another recipe: " in message and "elastic.cost was None and is 'active_params'" in message
+    assert message.endswith("choose another run_dir or delete this one")
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
+
+
 def test_a_half_written_parent(parent: Path, data: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(parent / "checkpoints" / "stage-parent", broken)

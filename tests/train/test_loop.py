@@ -248,8 +248,11 @@ def rank_run(rank: int, world: int, recipe_data: dict[str, Any]) -> dict[str, to
 
 
 @pytest.mark.dist
-def test_two_ranks_take_the_same_run(run: tuple[Path, dict[str, Any]], data: Path, ranks: Any, tmp_path: Path) -> None:
-    routers = ranks(rank_run, 2, plain_recipe(tmp_path / "run", data))
+@pytest.mark.parametrize("layout", [{}, {"expert": 2}], ids=["DP2", "EP2"])
+def test_two_ranks_take_the_same_run(
+    run: tuple[Path, dict[str, Any]], data: Path, ranks: Any, tmp_path: Path, layout: dict[str, int]
+) -> None:
+    routers = ranks(rank_run, 2, plain_recipe(tmp_path / "run", data, parallel=layout))
     assert not different(*routers), "the router is not the same on both ranks"
     alone, together = rows(run[0]), rows(tmp_path / "run")
     assert len(alone) == len(together)

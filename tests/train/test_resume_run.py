@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_elastic.config import Recipe
+from megatron_elastic.recipe import Recipe
 from tests.train import harness
 from tests.train.harness import Died, die, different, in_new_process, rows, stored, tiny_recipe
 

@@ -1,0 +1,241 @@
+"""The dataclasses of a recipe, a sentence under every field. `config.py` loads and checks them. Plain Python, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron_elastic.axes import ElasticAxis, ElasticSpace, SubmodelPlan
+from megatron_elastic.shape import ModelShape, build_space
+
+RECIPE_FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PinnedBudget:
+    """A budget whose plan is given; its target is the exact cost of that plan."""
+
+    plan: Mapping[str, int]
+    """Axis -> width, the parent's where an axis is not named."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ElasticConfig:
+    """What can shrink, and the sizes that are asked for."""
+
+    axes: Mapping[str, tuple[int | float, ...]]
+    """Axis -> choices from wide to narrow, the parent's width first; a fraction counts from the parent's."""
+    budgets: Mapping[str, float | int | PinnedBudget]
+    """Name -> target cost: up to 1 a fraction of the parent's, above 1 absolute; or a pinned plan. The first must be the parent (1.0)."""
+    cost: Literal["total_params", "active_params", "flops", "memory"] = "active_params"
+    """What a target is counted in."""
+    shard_groups: int = 8
+    """The largest tensor parallelism the family can be trained or served with."""
+    expert_groups: int | None = None
+    """The largest expert parallelism; null: the largest of 8, 4, 2, 1 that divides every choice."""
+    drop_order: tuple[int, ...] = ()
+    """Layers (from 0) in the order they are dropped when `layers` shrinks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterConfig:
+    """The network that chooses a size for each budget."""
+
+    choice: Literal["learned", "uniform"] = "learned"
+    """learned: trained with the model; uniform: frozen plans that shrink every axis by about the same fraction."""
+    hidden: int = 256
+    """Width of its hidden layer."""
+    samples_per_decision: int = 8
+    """Consecutive samples of the global batch that share one decision."""
+    temperature: tuple[float, float] = (1.0, 0.05)
+    """Gumbel-softmax temperature at the start and the end of the router's learning (geometric)."""
+    logit_scale: tuple[float, float] = (1.0, 10.0)
+    """Multiplies the logits, at the start and the end (linear)."""
+    budget_weight: float = 1.0
+    """Weight of |cost/target - 1| against the distillation loss."""
+    tolerance: tuple[float, float] = (0.05, 0.02)
+    """Relative deviation from a target without loss, at the start and the end; the end is what a plan must meet."""
+    learn_share: float = 1.0
+    """Share of the elastic steps in which the router learns; then its plans are fixed and trained in slice mode."""
+    clip_grad: float = 1.0
+    """Largest norm of the router's gradient."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistillConfig:
+    """The loss of elastic stages; a stage without elasticity trains on cross-entropy alone."""
+
+    kl_weight: float = 1.0
+    """Weight of the forward KL divergence from the frozen parent."""
+    ce_weight: float = 0.0
+    """Weight of the cross-entropy with the text."""
+    temperature: float = 1.0
+    """Softens both distributions; the divergence is multiplied by its square."""
+    chunk_tokens: int = 1024
+    """Tokens whose logits exist at a time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Where the text is."""
+
+    path: str
+    """A directory written by `megatron-elastic data`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW on megatron-core's distributed optimizer."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    clip_grad: float = 1.0
+    """Largest norm of the model's gradient."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """How ranks are used; what is left over is data parallelism."""
+
+    tensor: int = 1
+    """Ranks that share every layer."""
+    pipeline: int = 1
+    """Ranks in a row that share the layers."""
+    expert: int = 1
+    """Ranks that share the experts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageConfig:
+    """One stage of a run; stages run in order and the optimizer's moments carry over within elastic stages."""
+
+    name: str
+    """Its name in the log and on the command line."""
+    elastic: bool = True
+    """Whether the family is trained; false trains the parent alone."""
+    sequence_length: int
+    """Tokens of a sample."""
+    global_batch_size: int
+    """Samples of a step."""
+    micro_batch_size: int
+    """Samples computed together on one rank."""
+    steps: int | None = None
+    """Steps; either this or `tokens`."""
+    tokens: int | None = None
+    """Tokens; either this or `steps`."""
+    lr: float
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end (cosine)."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    router_lr: float = 1e-2
+    """Learning rate of the router, about a hundred times the model's."""
+    budget_probs: Mapping[str, float] | None = None
+    """Budget -> probability of being drawn; null: all alike."""
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole stage."""
+        if self.steps is not None:
+            return self.steps
+        assert self.tokens is not None
+        return -(-self.tokens // (self.global_batch_size * self.sequence_length))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """When the run is saved."""
+
+    interval: int = 100
+    """Steps between checkpoints; a stage's end is always saved."""
+    keep: int = 2
+    """Checkpoints that are kept beside the end of each stage."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """Held-out loss of every budget during training."""
+
+    interval: int = 50
+    """Steps between evaluations."""
+    samples: int = 32
+    """Held-out samples, of the stage's sequence length."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogConfig:
+    """What is written while training."""
+
+    interval: int = 1
+    """Steps between progress lines."""
+    tensorboard: bool = True
+    """Whether scalars are written for TensorBoard."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """A whole run."""
+
+    format_version: int
+    """Version of this format."""
+    model: ModelShape
+    """The parent."""
+    parent: str | None = None
+    """A checkpoint of the parent to start from (a run or a checkpoint directory); null: a stage with elastic: false trains it."""
+    run_dir: str = "runs/default"
+    """Where everything of the run is written."""
+    precision: Literal["fp32"] = "fp32"
+    """Arithmetic of the model."""
+    seed: int = 1234
+    """Seed of weights, data order and decisions."""
+    elastic: ElasticConfig | None = None
+    """The family; null when only a parent is trained."""
+    router: RouterConfig = field(default_factory=RouterConfig)
+    """The router."""
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    """The objective."""
+    data: DataConfig | None = None
+    """The text; null in recipes that are only planned."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The optimizer."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """The layout."""
+    stages: tuple[StageConfig, ...] = ()
+    """The stages in order."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Saving."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """Evaluation."""
+    log: LogConfig = field(default_factory=LogConfig)
+    """Logging."""
+
+    @property
+    def space(self) -> ElasticSpace | None:
+        """The elastic space, None without an `elastic` block. Raises ConfigError listing every problem."""
+        if self.elastic is None:
+            return None
+        axes = {ElasticAxis(name): choices for name, choices in self.elastic.axes.items()}
+        return build_space(
+            self.model,
+            axes,
+            shard_groups=self.elastic.shard_groups,
+            num_expert_groups=self.elastic.expert_groups,
+            drop_order=self.elastic.drop_order,
+        )
+
+    def pinned_plans(self) -> dict[str, SubmodelPlan]:
+        """Budget -> plan for the budgets that pin one, and the parent for the first budget."""
+        space = self.space
+        if self.elastic is None or space is None:
+            return {}
+        plans = {next(iter(self.elastic.budgets)): space.parent}
+        for name, budget in self.elastic.budgets.items():
+            if isinstance(budget, PinnedBudget):
+                plans[name] = space.plan({ElasticAxis(axis): width for axis, width in budget.plan.items()})
+        return plans
