@@ -14,7 +14,7 @@ help: ## List the targets
 setup: ## Make the environment, or find it already made, and print its path
 	@$(RUN) python -c 'import sys; print(sys.prefix)'
 
-demo: ## Train a tiny family on this machine, cut its members out, verify and plot them (about 8 minutes)
+demo: ## Train a tiny family on this machine, cut its members out, verify and plot them (about 6 minutes)
 	@$(RUN) launchers/demo.sh
 
 check: lint ## For each edit, under 2 minutes: lint, types, the fast tests
