@@ -128,7 +128,7 @@ def test_a_run_of_another_recipe_is_not_continued(parent: Path, data: Path, tmp_
     shutil.copytree(parent, run)
     before = sorted(path.name for path in (run / "checkpoints").iterdir())
     message = only_message(in_new_process(command, "train", str(RECIPE), f"run_dir={run}", f"data.path={data}"))
-    assert "stage-parent' was made by another recipe: " in message and "elastic.cost was None and is 'active_params'" in message
+    assert "stage-parent' was made by another recipe: " in message and "elastic.axes.shared_ffn was None and is [48, 36, 12]" in message
     assert message.endswith("choose another run_dir or delete this one")
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
 
