@@ -17,8 +17,11 @@ setup: ## Make the environment, or find it already made, and print its path
 demo: ## Train a tiny family on this machine, cut its members out, verify and plot them (about 6 minutes)
 	@$(RUN) launchers/demo.sh
 
+# What trains, draws, spawns or compares with transformers takes longer than an edit may wait; `make test` runs it.
+LONGER := train export checkpoint docs report cli benchmarks testing test_smoke.py test_cost_transformers.py
+
 check: lint ## For each edit, under 2 minutes: lint, types, the fast tests
-	@$(PYTEST) -q -x -m "not dist and not slow and not gpu"
+	@$(PYTEST) -q -x -m "not dist and not slow and not gpu" $(LONGER:%=--ignore=tests/%)
 
 test: export OMP_NUM_THREADS := 1
 test: export TORCHDYNAMO_DISABLE := 1
