@@ -73,8 +73,13 @@ def _quieten() -> None:
     """Hide warnings about GPU packages and internals that a CPU user cannot act on."""
     for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)
-    # The first watches the "GPU" random state, here the CPU's own, which always changes; the second misses a compiler for GPUs.
-    for logger in ("megatron.core.tensor_parallel.random", "torch.utils.cpp_extension"):
+    for logger in (
+        "megatron.core.tensor_parallel.random",  # watches the "GPU" random state, here the CPU's own, which always changes
+        "torch.utils.cpp_extension",  # misses a compiler for GPUs
+        # 0.19 announces changes of its own interfaces, and that a checkpoint is in the older form, which it reads
+        "megatron.core.distributed.distributed_data_parallel",
+        "megatron.core.dist_checkpointing.strategies.common",
+    ):
         logging.getLogger(logger).setLevel(logging.ERROR)
 
 

@@ -11,6 +11,7 @@ from megatron_elastic.elastic.attach import ElasticHandle, elasticize
 from megatron_elastic.elastic.decision import Decision
 from megatron_elastic.models.hybrid import build_hybrid
 from megatron_elastic.parallel import ParallelContext
+from megatron_elastic.platform.versions import canonical_name
 from megatron_elastic.shape import ModelShape, build_space
 from megatron_elastic.testing.tiny import randomize_, tiny_shape
 
@@ -61,7 +62,7 @@ def forward_backward(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]
     logits = model(tokens, positions, None)
     weight = torch.randn(logits.shape[-1], generator=torch.Generator().manual_seed(3))
     (logits.tanh() * weight).sum().backward()
-    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return logits.detach(), {canonical_name(name): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def run(model: Any, handle: ElasticHandle, plan: SubmodelPlan | Decision | None, mode: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -17,6 +17,7 @@ from megatron_elastic.export.extract import extract, stack_experts, unstack_expe
 from megatron_elastic.layout import axis_groups, dims_of, kept_widths
 from megatron_elastic.models.hybrid import build_hybrid
 from megatron_elastic.models.weights import gather_tensors, scatter_tensors
+from megatron_elastic.platform.versions import canonical_name
 from megatron_elastic.runs import select
 from megatron_elastic.shape import resize
 from megatron_elastic.testing.tiny import randomize_, tiny_shape
@@ -94,7 +95,8 @@ def test_masked_sliced_and_extracted_agree(
 
 def _complete(model: Any, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Gradients of all parameters, zeros where there was none."""
-    return {name: grads.get(name, torch.zeros_like(p)) for name, p in model.named_parameters()}
+    named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+    return {name: grads.get(name, torch.zeros_like(parameter)) for name, parameter in named.items()}
 
 
 @pytest.mark.parametrize("mode", ["mask", "slice"])

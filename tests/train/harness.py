@@ -146,12 +146,16 @@ def stored(checkpoint: Path) -> dict[str, torch.Tensor]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     reader = dcp.FileSystemReader(checkpoint)
-    entries = reader.read_metadata().state_dict_metadata.items()
-    found = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in entries if isinstance(entry, TensorStorageMetadata)
-    }
+    found: dict[str, Any] = {}
+    for key, entry in reader.read_metadata().state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            found[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        elif key.startswith("common_state/"):
+            found[key] = None  # megatron-core 0.19 keeps plain data here, 0.16.1 in a file
     dcp.load(found, storage_reader=reader, no_dist=True)
-    return found | _flat(torch.load(checkpoint / "common.pt", weights_only=False), "common")
+    plain = [found.pop(key) for key in list(found) if key.startswith("common_state/")]
+    common = plain[0][0] if plain else torch.load(checkpoint / "common.pt", weights_only=False)
+    return found | _flat(common, "common")
 
 
 def _flat(value: Any, path: str) -> dict[str, torch.Tensor]:
