@@ -6,7 +6,7 @@ SHELL := bash
 RUN := scripts/run.sh
 PYTEST := $(RUN) python -m pytest
 
-.PHONY: help setup demo check test test-slow test-latest lint format clean
+.PHONY: help setup demo check test test-slow test-latest gpu lint format clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -33,9 +33,12 @@ test-slow: export TORCHDYNAMO_DISABLE := 1
 test-slow: ## The slow tests
 	@$(PYTEST) -m "slow and not gpu"
 
-test-latest: ## The smoke tests on Python 3.12 and the latest megatron-core
+test-latest: ## The tests of `make test` on Python 3.12 and the latest megatron-core
 	@python=$$(scripts/find_python.sh 3.12) || { echo "error: no working Python 3.12, tried python3.12 and pyenv; install one" >&2; exit 2; }; \
-	PYTHON=$$python OMP_NUM_THREADS=1 $(PYTEST) -m smoke
+	PYTHON=$$python $(MAKE) --no-print-directory test
+
+gpu: ## For whoever has a GPU, three minutes: compare it with the CPU, masked with sliced, and time both (docs/gpu.md)
+	@$(RUN) python scripts/gpu_check.py
 
 lint: ## ruff, codespell and pyright
 	@$(RUN) ruff check

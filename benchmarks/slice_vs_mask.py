@@ -1,6 +1,7 @@
-"""What a half-width plan costs in slice mode and in mask mode, against the extracted model alone and the whole parent.
+"""What elasticity costs: a half-width plan in slice mode, in mask mode and as a late soft decision, against the extracted model alone; the
+full budget against the parent that was never made elastic.
 
-Each variant is a forward and a backward through megatron-core's DDP, as in training: gradients end in `main_grad`. The three ways to run
+Each variant is a forward and a backward through megatron-core's DDP, as in training: gradients end in `main_grad`. All ways to run
 the plan must give the same logits before anything is timed. Ratios only: absolute times of a shared machine mean nothing.
 The last line of the output is one JSON object.
 
@@ -38,12 +39,21 @@ from megatron_elastic.shape import ModelShape, parent_plan, resize
 FORMAT_VERSION = 1
 TOLERANCE = 1e-4
 """Largest relative difference of logits (norm of the difference over the norm) between two ways to run the plan, fp32."""
-BYTES_PER_PARAMETER = 24
-"""Of the parent, in fp32: weights and gradients, as much again for the extracted model at its widest, and the copies it is cut from."""
+BYTES_PER_PARAMETER = 40
+"""Of the parent, in fp32: weights and gradients, as much again for the plain parent and for the extracted model at its widest, and the copies it is cut from."""
 WARM_UP = 2
-VARIANTS = ("slice", "mask", "extracted", "parent")
-PAIRS = (("slice", "extracted"), ("mask", "extracted"), ("parent", "extracted"), ("slice", "mask"))
+VARIANTS = ("slice", "mask", "late_soft", "extracted", "full", "parent")
+PAIRS = (
+    *((name, "extracted") for name in ("slice", "mask", "late_soft", "full", "parent")),
+    ("slice", "mask"),
+    ("late_soft", "slice"),
+    ("full", "parent"),
+)
 """The ratios that are reported: (variant, base)."""
+DOUBT = 1e-6
+"""Probability of all choices but one in a late soft decision, which is then the hard plan to rounding."""
+THRESHOLD = 1e-3
+"""Choices less probable than this are not computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +67,34 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to compute: a model in megatron's DDP, and what decides how it runs."""
+    """One way to compute: a model in megatron's DDP, and what decides how it runs (a plan, None, or what makes a decision each time)."""
 
     chunk: Any
     handle: Any = None
-    plan: SubmodelPlan | None = None
+    plan: Any = None
     mode: str = "slice"
 
     def running(self) -> AbstractContextManager[None]:
         """The context in which forwards run this variant."""
-        return nullcontext() if self.handle is None else self.handle.use(self.plan, self.mode)
+        if self.handle is None:
+            return nullcontext()
+        return self.handle.use(self.plan() if callable(self.plan) else self.plan, self.mode)
 
 
 def half_width_plan(space: ElasticSpace) -> SubmodelPlan:
     """Every elastic axis at the choice nearest to half of the parent's, the narrower of two that are equally near."""
     return space.plan({spec.axis: min(spec.choices, key=lambda n: (abs(2 * n - spec.parent), n)) for spec in space.axes})
+
+
+def late_soft_decision(space: ElasticSpace, plan: SubmodelPlan, num_layers: int) -> Any:
+    """What the router gives at the end of its learning: almost all probability on the choices of `plan`, differentiable."""
+    from megatron_elastic.elastic.decision import soft_decision
+
+    probabilities = {}
+    for spec in space.axes:
+        sure = torch.tensor([[float(choice == width) for choice in spec.choices] for width in space.choices_of(plan, spec.axis)])
+        probabilities[spec.axis] = (sure * (1 - DOUBT) + DOUBT / len(spec.choices)).requires_grad_()
+    return soft_decision(space, probabilities, num_layers, THRESHOLD)
 
 
 class Comparison:
@@ -80,25 +103,33 @@ class Comparison:
     def __init__(self, shape: ModelShape, space: ElasticSpace, parallel: ParallelContext, tokens: int) -> None:
         from megatron_elastic.elastic.attach import elasticize
         from megatron_elastic.export.extract import extract, stack_experts, unstack_experts
-        from megatron_elastic.models.hybrid import build_hybrid
+        from megatron_elastic.models.build import build_model
         from megatron_elastic.models.weights import gather_tensors, scatter_tensors
         from megatron_elastic.testing.tiny import randomize_
 
         self.shape, self.plan, self.tokens = shape, half_width_plan(space), tokens
-        family = build_hybrid(shape, parallel)
+        family = build_model(shape, parallel)
         randomize_(family)
-        small = build_hybrid(resize(shape, self.plan), parallel)
+        small = build_model(resize(shape, self.plan), parallel)
         scatter_tensors(small, unstack_experts(dict(extract(stack_experts(gather_tensors(family)).items(), shape, space, self.plan))))
         handle = elasticize(family, space, parallel, shape)
+        parent = build_model(shape, parallel)
+        randomize_(parent)
         whole, alone = _in_ddp(family), _in_ddp(small)
+        self.space = space
         self.variants = {
             "slice": Variant(whole, handle, self.plan, "slice"),
             "mask": Variant(whole, handle, self.plan, "mask"),
+            "late_soft": Variant(whole, handle, self._late_soft),
             "extracted": Variant(alone),
-            "parent": Variant(whole, handle),
+            "full": Variant(whole, handle),
+            "parent": Variant(_in_ddp(parent)),
         }
         self._text = torch.randint(0, shape.vocab_size, (1, tokens + 1), generator=torch.Generator().manual_seed(0))
         self._positions = torch.arange(tokens)[None]
+
+    def _late_soft(self) -> Any:
+        return late_soft_decision(self.space, self.plan, self.shape.num_layers)
 
     def loss(self, name: str) -> torch.Tensor:
         """Mean cross-entropy of one forward."""
@@ -112,21 +143,22 @@ class Comparison:
 
     @torch.no_grad()
     def largest_difference(self) -> float:
-        """Largest relative difference of the logits of slice and mask mode from the extracted model's, at most `TOLERANCE`."""
+        """Largest relative difference of the plan's logits in any way from the extracted model's, and of the full budget's from the parent's,
+        at most `TOLERANCE`."""
         logits = {}
-        for name in ("slice", "mask", "extracted"):
+        for name in VARIANTS:
             with self.variants[name].running():
                 logits[name] = self.variants[name].chunk(self._text[:, :-1], self._positions, None)
-        base = logits["extracted"]
-        found = {name: float((logits[name] - base).norm() / base.norm()) for name in ("slice", "mask")}
+        bases = {"slice": "extracted", "mask": "extracted", "late_soft": "extracted", "full": "parent"}
+        found = {name: float((logits[name] - logits[base]).norm() / logits[base].norm()) for name, base in bases.items()}
         for name, difference in found.items():
-            assert difference <= TOLERANCE, f"{name} mode's logits are {difference:.1e} from the extracted model's; nothing was timed"
+            assert difference <= TOLERANCE, f"the logits of {name} are {difference:.1e} from those of {bases[name]}; nothing was timed"
         return max(found.values())
 
     def flops(self) -> dict[str, int]:
         """Variant -> FLOPs of one forward by the cost model; mask mode computes all of the parent."""
         parent, small = (self._flops_of(plan) for plan in (None, self.plan))
-        return {"slice": small, "mask": parent, "extracted": small, "parent": parent}
+        return {"slice": small, "mask": parent, "late_soft": small, "extracted": small, "full": parent, "parent": parent}
 
     def _flops_of(self, plan: SubmodelPlan | None) -> int:
         widths = widths_of(plan or parent_plan(self.shape), self.shape.num_layers)
@@ -254,7 +286,10 @@ def print_report(result: dict[str, Any]) -> None:
         f"{result['tokens']} tokens, {result['pairs']} pairs, threads: {result['threads']}; logits agree to {result['largest_logit_difference']:.0e}\n"
     )
     Console(width=140).print(table)
-    print(f"\nslice / mask: {_spread(result, 'ratios', 'slice/mask')}, CPU time {_spread(result, 'cpu_ratios', 'slice/mask')}\n")
+    print()
+    for pair in ("slice/mask", "late_soft/slice", "full/parent"):
+        print(f"{pair}: {_spread(result, 'ratios', pair)}, CPU time {_spread(result, 'cpu_ratios', pair)}")
+    print()
     print(json.dumps(result))
 
 

@@ -18,7 +18,8 @@ import dacite
 
 from megatron_elastic.axes import ElasticAxis, ElasticSpace
 from megatron_elastic.errors import ConfigError, ElasticError, PlanError, raise_all
-from megatron_elastic.recipe import RECIPE_FORMAT_VERSION, ElasticConfig, PinnedBudget, Recipe, StageConfig
+from megatron_elastic.formats import RECIPE
+from megatron_elastic.recipe import ElasticConfig, PinnedBudget, Recipe, StageConfig
 from megatron_elastic.recipe_files import apply_overrides, key_problems, read_yaml
 
 
@@ -29,15 +30,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def decode_recipe(data: dict[str, Any], source: str) -> Recipe:
     """A checked recipe from plain data; `source` names it in errors."""
-    if data.get("format_version") != RECIPE_FORMAT_VERSION:
-        raise ConfigError(
-            f"{source}: format_version {data.get('format_version')!r} is not {RECIPE_FORMAT_VERSION}; set it to {RECIPE_FORMAT_VERSION}"
-        )
+    RECIPE.check(data, source)
     raise_all(ConfigError, key_problems(data, Recipe), source)
     try:
         recipe = dacite.from_dict(Recipe, data, dacite.Config(strict=True, cast=[tuple], type_hooks={float: _to_float}))
-    except dacite.MissingValueError as error:
-        raise ConfigError(f"{source}: {error.field_path} is missing; add it") from None
     except dacite.WrongTypeError as error:
         wanted = str(error.field_type).replace("<class '", "").replace("'>", "").replace("typing.Literal", "one of ")
         raise ConfigError(f"{source}: {error.field_path} {error.value!r} ({type(error.value).__name__}) must be {wanted}") from None
@@ -81,7 +77,7 @@ _BOUNDS: Mapping[str, tuple[str, ...]] = {
         *("router.budget_weight", "router.clip_grad", "distill.kl_weight", "distill.ce_weight", "optimizer.weight_decay"),
         *("optimizer.clip_grad", "checkpoint.keep"),
     ),
-    "at least 0 and below 1": ("optimizer.betas",),
+    "at least 0 and below 1": ("optimizer.betas", "router.width_threshold"),
 }
 """Bound -> keys whose value (or every value of a list) must keep to it."""
 
@@ -105,7 +101,11 @@ def _bound_problems(recipe: Recipe) -> list[str]:
 
 
 def _elastic_problems(recipe: Recipe, elastic: ElasticConfig) -> list[str]:
-    problems = []
+    problems = elastic.memory.problems() if elastic.memory else []
+    if elastic.memory is not None and elastic.cost != "memory":
+        problems.append(
+            f"elastic.memory says what cost 'memory' counts, but elastic.cost is {elastic.cost!r}; set it to memory or remove the block"
+        )
     if recipe.router.learn_share > 1:
         problems.append(f"router.learn_share {recipe.router.learn_share} must be at most 1")
     for name in elastic.axes:
@@ -139,7 +139,7 @@ def _pinned_problems(space: ElasticSpace, key: str, budget: PinnedBudget) -> lis
     if unknown:
         return [f"{key}: {axis!r} is not an axis; axes: {', '.join(ElasticAxis)}" for axis in unknown]
     try:
-        space.plan({ElasticAxis(axis): width for axis, width in budget.plan.items()})
+        budget.on(space)
     except PlanError as error:
         return [f"{key}: {line}" for line in error.problems]
     return []

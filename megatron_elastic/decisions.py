@@ -15,18 +15,18 @@ import torch
 
 
 def prefix_weights(choices: Sequence[int], groups: int, pi: torch.Tensor) -> torch.Tensor:
-    """Weights [group_size] of the components of one group; every group has the same.
+    """Weights [..., group_size] of the components of one group; every group has the same.
 
-    choices: widths, widest first, each a multiple of `groups`; pi: [choices], their probabilities.
+    choices: widths, widest first, each a multiple of `groups`; pi: [..., choices], their probabilities.
     w_c = sum of pi_i over the choices that keep component c of a group (n_i / groups > c).
     """
     kept = [choice // groups for choice in choices]
-    sums = pi.cumsum(0)
+    sums = pi.cumsum(-1)
     narrower = [*kept[1:], 0]
     # Components between two neighbouring choices share a weight. Runs are expanded rather than indexed: no index tensor has to be
     # copied to the device, and the backward is a plain sum (deterministic on a GPU, unlike an indexed one).
-    runs = [sums[i].expand(kept[i] - narrower[i]) for i in reversed(range(len(kept)))]
-    return torch.cat(runs)
+    runs = [sums[..., i, None].expand(*pi.shape[:-1], kept[i] - narrower[i]) for i in reversed(range(len(kept)))]
+    return torch.cat(runs, -1)
 
 
 def survival_weights(choices: Sequence[int], drop_order: Sequence[int], pi: torch.Tensor, num_layers: int) -> torch.Tensor:

@@ -1,36 +1,39 @@
 """Which plans of a space come near a cost: nearest plans, uniform plans, and whether a family of budgets can nest.
 
-A space whose choices multiply to at most `ENUMERATED_PLANS` is searched whole: `cost.py` is handed arrays of widths, one
-entry a plan, so every cost is known at once. A larger one is searched by coordinate descent. Plain Python and numpy, no torch.
+A space of at most `ENUMERATED_PLANS` plans is searched whole (`plan_grid`), so that every answer is exact. A larger one, such as one
+with a width for each layer, is searched step by step (`plan_search`). Plain Python and numpy, no torch.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from megatron_elastic.axes import AxisSpec, ElasticAxis, ElasticSpace, SubmodelPlan
-from megatron_elastic.cost import Number, Widths, widths_of
+from megatron_elastic.axes import ElasticAxis, ElasticSpace, SubmodelPlan
+from megatron_elastic.cost import widths_of
 from megatron_elastic.errors import ConfigError, raise_all
+from megatron_elastic.plan_coordinates import Coordinates, Cost, Floats, Indices
+from megatron_elastic.plan_grid import Flags, Grid
+from megatron_elastic.plan_search import Search
 from megatron_elastic.shape import ModelShape
 
 ENUMERATED_PLANS = 200_000
 """Largest number of plans that are all costed."""
 
-Cost = Callable[[Widths], Number]
-"""A cost as `cost.cost_function` returns it."""
-Floats = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
+Chances = Mapping[ElasticAxis, Sequence[Sequence[float]]]
+"""Probabilities of an axis' choices at each of its places: axis -> [places][choices]."""
+Targets = Mapping[str, float | SubmodelPlan]
+"""Budget -> absolute cost, or the plan it pins; from the largest budget to the smallest."""
+LEAST_CHANCE = 1e-30
+"""Stands for a probability of zero in logarithms."""
 
 
 def num_plans(space: ElasticSpace) -> int:
     """How many plans the space holds."""
-    return math.prod(len(spec.choices) for spec in space.axes)
+    return math.prod(len(spec.choices) ** spec.places for spec in space.axes)
 
 
 def plan_cost(shape: ModelShape, plan: SubmodelPlan, cost: Cost) -> float:
@@ -56,23 +59,35 @@ def describe_miss(name: str, cost: float, target: float, tolerance: float) -> st
     return f"budget {name!r}: cost {cost:.6g} is {cost / target - 1:+.1%} from its target {target:.6g} (tolerance {tolerance:.1%})"
 
 
+def narrowest(space: ElasticSpace) -> SubmodelPlan:
+    """The plan with the smallest choice everywhere; it is nested in every other."""
+    return space.plan({spec.axis: spec.choices[-1] for spec in space.axes})
+
+
 def reachable(space: ElasticSpace, shape: ModelShape, cost: Cost) -> tuple[float, float]:
     """Costs of the narrowest plan and of the parent; every cost grows with every width."""
-    smallest = space.plan({spec.axis: spec.choices[-1] for spec in space.axes})
-    return plan_cost(shape, smallest, cost), plan_cost(shape, space.parent, cost)
+    return plan_cost(shape, narrowest(space), cost), plan_cost(shape, space.parent, cost)
 
 
-def nearest_plan(space: ElasticSpace, shape: ModelShape, target: float, cost: Cost, *, within: SubmodelPlan | None = None) -> SubmodelPlan:
-    """The plan nested in `within` (default: any plan) whose cost is nearest to `target`, an absolute cost.
+def nearest_plan(
+    space: ElasticSpace,
+    shape: ModelShape,
+    target: float,
+    cost: Cost,
+    *,
+    within: SubmodelPlan | None = None,
+    around: SubmodelPlan | None = None,
+) -> SubmodelPlan:
+    """The plan nested in `within` (default: any plan), and in which `around` is nested, whose cost is nearest to `target`, an absolute cost.
 
-    Exact in a space that is enumerated. Otherwise coordinate descent from the uniform plan, one or two axes at a time, which
-    ends in a plan that no change of two axes brings nearer. Of equally near plans the more uniform one.
+    Exact in a space that is enumerated, and of equally near plans the more uniform one. Otherwise a plan that no change of one
+    coordinate brings nearer, nor any of the most promising changes of two.
     """
-    outer = within or space.parent
+    outer, inner = within or space.parent, around or narrowest(space)
     if num_plans(space) > ENUMERATED_PLANS:
-        return _descend(space, shape, target, cost, outer)
-    grid = _Grid.of(space, shape, cost)
-    miss = np.where(grid.nested_in(outer), np.abs(grid.costs - target), np.inf)
+        return _search_uniform(space, shape, target, cost, outer, inner, 0.0)
+    grid = Grid.of(space, shape.num_layers, cost)
+    miss = np.where(grid.between(outer, inner), np.abs(grid.costs - target), np.inf)
     return grid.plan_at(np.where(miss == miss.min(), grid.spread, np.inf))
 
 
@@ -83,42 +98,76 @@ def uniform_plan(
     cost: Cost,
     *,
     within: SubmodelPlan | None = None,
+    around: SubmodelPlan | None = None,
     tolerance: float = 0.02,
 ) -> SubmodelPlan:
-    """The plan nested in `within` that shrinks every axis by most nearly the same fraction, at about the cost `target`.
+    """The plan between `within` and `around` that shrinks every axis by most nearly the same fraction, at about the cost `target`.
 
     Of the plans whose cost deviates from `target` by at most `tolerance` (relative) the one whose kept fractions spread least
-    (standard deviation over the axes); the nearest plan when none is that near. In a space too large to enumerate: the step of
-    the uniform ladder nearest to the target, improved by coordinate descent while it misses the tolerance.
+    (standard deviation over the coordinates); the nearest plan when none is that near. In a space too large to enumerate: the plan
+    nearest to a fraction that all keep, which is that of the step of the uniform ladder nearest to the target.
     """
-    outer = within or space.parent
+    outer, inner = within or space.parent, around or narrowest(space)
     if num_plans(space) > ENUMERATED_PLANS:
-        ladder = min(_ladder(space, outer), key=lambda plan: abs(plan_cost(shape, plan, cost) - target))
-        near = abs(plan_cost(shape, ladder, cost) - target) <= tolerance * target
-        return ladder if near else _descend(space, shape, target, cost, outer)
-    grid = _Grid.of(space, shape, cost)
-    miss = np.where(grid.nested_in(outer), np.abs(grid.costs / target - 1), np.inf)
+        return _search_uniform(space, shape, target, cost, outer, inner, tolerance)
+    grid = Grid.of(space, shape.num_layers, cost)
+    miss = np.where(grid.between(outer, inner), np.abs(grid.costs / target - 1), np.inf)
     eligible = miss <= max(tolerance, miss.min())
     return grid.plan_at(np.where(eligible, grid.spread, np.inf))
+
+
+def _search_uniform(
+    space: ElasticSpace, shape: ModelShape, target: float, cost: Cost, outer: SubmodelPlan, inner: SubmodelPlan, tolerance: float
+) -> SubmodelPlan:
+    """A plan within `tolerance` of the target, as near as can be to keeping one fraction of everything."""
+    coordinates = Coordinates.of(space, shape.num_layers)
+    low, high, fractions = coordinates.index_of(outer), coordinates.index_of(inner), coordinates.fractions()
+    kept = sorted({float(n) for row in fractions for n in row}, reverse=True)
+    steps = sorted({*kept, *((a + b) / 2 for a, b in itertools.pairwise(kept))}, reverse=True)
+    ladder = np.array([_clip([int(np.abs(row - step).argmin()) for row in fractions], low, high) for step in steps])
+    common = steps[int(np.abs(coordinates.costs(cost, ladder) - target).argmin())] if steps else 1.0
+    merits = [-((row - common) ** 2) for row in fractions]
+    return coordinates.plan_at(Search(coordinates, cost, low, high, merits).find(target, tolerance))
+
+
+def _clip(index: Sequence[int], low: Indices, high: Indices) -> Indices:
+    return np.clip(np.array(index, dtype=np.int64), low, high)
+
+
+def uniform_family(space: ElasticSpace, shape: ModelShape, targets: Targets, cost: Cost, tolerance: float) -> dict[str, SubmodelPlan]:
+    """For each budget the plan it pins, or the uniform plan at its target nested in the plan before and leaving room for those pinned after.
+
+    A target out of reach gets the nearest plan, and a pinned plan stands whether it nests or not (`check_targets` names both).
+    """
+    coordinates, plans, outer = Coordinates.of(space, shape.num_layers), {}, space.parent
+    for name, target in targets.items():
+        if isinstance(target, SubmodelPlan):
+            plans[name] = outer = target
+            continue
+        inner = _room_for(space, coordinates, targets, name)
+        # A pinned plan that does not fit in here is named when its turn comes.
+        inner = inner if outer.contains(inner) else narrowest(space)
+        plans[name] = outer = uniform_plan(space, shape, target, cost, within=outer, around=inner, tolerance=tolerance)
+    return plans
 
 
 def most_probable_family(
     space: ElasticSpace,
     shape: ModelShape,
-    targets: Mapping[str, float | SubmodelPlan],
+    targets: Targets,
     cost: Cost,
-    probabilities: Mapping[str, Mapping[ElasticAxis, Sequence[float]]],
+    probabilities: Mapping[str, Chances],
     tolerance: float,
 ) -> dict[str, SubmodelPlan] | None:
     """For each budget the most probable plan of a family: within `tolerance` of its target, nested in the larger budget's plan, and leaving
-    room for the smaller ones. None when there is no such family.
+    room for the smaller ones. None when there is no such family, or in a space too large to enumerate none is found.
 
-    targets: budget -> absolute cost, or the plan it pins; from the largest budget to the smallest.
-    probabilities: budget -> axis -> of its choices, independent of each other, for every budget that pins no plan. In a space too large
-    to enumerate only the most probable choices are looked at.
+    probabilities: of the choices at each place, independent of each other, for every budget that pins no plan. In a space too large to
+    enumerate the plans come from the most probable choices by exchanges of one or two (`plan_search`).
     """
-    likely = _likely_subspace(space, targets, probabilities)
-    grid = _Grid.of(likely, shape, cost)
+    if num_plans(space) > ENUMERATED_PLANS:
+        return _search_family(space, shape, targets, cost, probabilities, tolerance)
+    grid = Grid.of(space, shape.num_layers, cost)
     fits: dict[str, Flags] = {}
     room = np.ones(grid.dims, dtype=bool)
     for name, target in reversed(list(targets.items())):
@@ -131,60 +180,60 @@ def most_probable_family(
         if not possible.any():
             return None
         if not isinstance(target, SubmodelPlan):
-            logs = [np.log([max(chance[n], 1e-30) for n in spec.choices]) for spec, chance in _chances(space, likely, probabilities[name])]
-            target = grid.plan_at(np.where(possible, -sum(np.ix_(*logs), np.zeros(grid.dims)), np.inf))
-        plans[name], inside = target, grid.nested_in(target)
+            target = grid.plan_at(np.where(possible, -grid.log_chances(_logs(grid.coordinates, probabilities[name])), np.inf))
+        plans[name], inside = target, grid.nested_in_any(grid.is_plan(target))
     return plans
 
 
-def _chances(
-    space: ElasticSpace, likely: ElasticSpace, probabilities: Mapping[ElasticAxis, Sequence[float]]
-) -> list[tuple[AxisSpec, dict[int, float]]]:
-    """Each axis of `likely` with the probability of every choice that `space` has."""
-    return [
-        (spec, dict(zip(whole.choices, probabilities[spec.axis], strict=True))) for spec, whole in zip(likely.axes, space.axes, strict=True)
-    ]
+def _logs(coordinates: Coordinates, chances: Chances) -> list[Floats]:
+    """For each coordinate the logarithms of the probabilities of its choices."""
+    return [np.log(np.maximum(np.array(chances[spec.axis][n], dtype=np.float64), LEAST_CHANCE)) for spec, n in coordinates.places]
 
 
-def _likely_subspace(
-    space: ElasticSpace, targets: Mapping[str, float | SubmodelPlan], probabilities: Mapping[str, Mapping[ElasticAxis, Sequence[float]]]
-) -> ElasticSpace:
-    """The space without its least probable choices, until it can be enumerated; the parent's and those of pinned plans stay."""
-    pinned = [space.parent, *(target for target in targets.values() if isinstance(target, SubmodelPlan))]
-    kept = {spec.axis: list(spec.choices) for spec in space.axes}
-    best: dict[tuple[ElasticAxis, int], float] = {}
-    for chances in probabilities.values():
-        for spec, chance in _chances(space, space, chances):
-            for choice, value in chance.items():
-                best[spec.axis, choice] = max(value, best.get((spec.axis, choice), 0.0))
-    protected = {(spec.axis, space.choice_of(plan, spec.axis)) for spec in space.axes for plan in pinned}
-    droppable = sorted((value, key) for key, value in best.items() if key not in protected)
-    while math.prod(len(choices) for choices in kept.values()) > ENUMERATED_PLANS and droppable:
-        axis, choice = droppable.pop(0)[1]
-        kept[axis].remove(choice)
-    return replace(space, axes=tuple(replace(spec, choices=tuple(kept[spec.axis])) for spec in space.axes))
+def _search_family(
+    space: ElasticSpace, shape: ModelShape, targets: Targets, cost: Cost, probabilities: Mapping[str, Chances], tolerance: float
+) -> dict[str, SubmodelPlan] | None:
+    """From the largest budget to the smallest, each between the plan before it and those that smaller budgets pin."""
+    coordinates, plans, outer = Coordinates.of(space, shape.num_layers), {}, space.parent
+    for name, target in targets.items():
+        if isinstance(target, SubmodelPlan):
+            found = target if outer.contains(target) else None
+        else:
+            low, high = coordinates.index_of(outer), coordinates.index_of(_room_for(space, coordinates, targets, name))
+            if (low > high).any():
+                return None
+            search = Search(coordinates, cost, low, high, _logs(coordinates, probabilities[name]))
+            found = coordinates.plan_at(search.find(target, tolerance))
+            if abs(plan_cost(shape, found, cost) / target - 1) > tolerance:
+                found = None
+        if found is None:
+            return None
+        plans[name] = outer = found
+    return plans
 
 
-def check_targets(
-    space: ElasticSpace, shape: ModelShape, targets: Mapping[str, float | SubmodelPlan], cost: Cost, tolerance: float
-) -> list[str]:
+def _room_for(space: ElasticSpace, coordinates: Coordinates, targets: Targets, name: str) -> SubmodelPlan:
+    """The widest plan that smaller budgets than `name` pin; the narrowest of the space when they pin none."""
+    smaller = list(targets)[list(targets).index(name) + 1 :]
+    pinned = [target for other in smaller if isinstance(target := targets[other], SubmodelPlan)]
+    return coordinates.plan_at(np.min([coordinates.index_of(plan) for plan in (narrowest(space), *pinned)], axis=0))
+
+
+def check_targets(space: ElasticSpace, shape: ModelShape, targets: Targets, cost: Cost, tolerance: float) -> list[str]:
     """Problems of budgets that no family of nested plans can meet, one line each; empty when a family exists.
 
-    targets: budget -> absolute cost, or the plan it pins; from the largest budget to the smallest, the parent first or not.
-    A family is a chain of plans, each nested in the one before and within `tolerance` (relative) of its target. In a space
-    that is enumerated the answer is exact; in a larger one the chain follows the nearest plans.
+    targets: the parent first or not. A family is a chain of plans, each nested in the one before and within `tolerance` (relative) of
+    its target. In a space that is enumerated the answer is exact; in a larger one the chain follows uniform plans.
     """
     if num_plans(space) > ENUMERATED_PLANS:
-        return _check_by_descent(space, shape, targets, cost, tolerance)
-    grid, problems = _Grid.of(space, shape, cost), []
+        return _check_by_search(space, shape, targets, cost, tolerance)
+    grid, problems = Grid.of(space, shape.num_layers, cost), []
     inside = np.ones(grid.dims, dtype=bool)
     for name, target in targets.items():
         if isinstance(target, SubmodelPlan):
             chosen = grid.is_plan(target)
             if not (chosen & inside).any():
-                problems.append(
-                    f"elastic.budgets.{name}: its pinned plan is not nested in the larger budgets; narrow it or reorder the budgets"
-                )
+                problems.append(_not_nested(name))
         else:
             miss = np.where(inside, np.abs(grid.costs / target - 1), np.inf)
             chosen = miss <= max(tolerance, miss.min())
@@ -196,6 +245,10 @@ def check_targets(
     return problems
 
 
+def _not_nested(name: str) -> str:
+    return f"elastic.budgets.{name}: its pinned plan is not nested in the larger budgets; narrow it or reorder the budgets"
+
+
 def _unreachable(name: str, target: float, nearest: float, tolerance: float) -> str:
     return (
         f"elastic.budgets.{name}: no plan nested in the larger budgets costs {target:.6g} within {tolerance:.3g}; "
@@ -203,116 +256,13 @@ def _unreachable(name: str, target: float, nearest: float, tolerance: float) -> 
     )
 
 
-def _check_by_descent(
-    space: ElasticSpace, shape: ModelShape, targets: Mapping[str, float | SubmodelPlan], cost: Cost, tolerance: float
-) -> list[str]:
+def _check_by_search(space: ElasticSpace, shape: ModelShape, targets: Targets, cost: Cost, tolerance: float) -> list[str]:
     outer, problems = space.parent, []
-    for name, target in targets.items():
+    for name, plan in uniform_family(space, shape, targets, cost, tolerance).items():
+        target, found = targets[name], plan_cost(shape, plan, cost)
         if isinstance(target, SubmodelPlan):
-            if not outer.contains(target):
-                problems.append(
-                    f"elastic.budgets.{name}: its pinned plan is not nested in the larger budgets; narrow it or reorder the budgets"
-                )
-            outer = target
-        else:
-            outer = _descend(space, shape, target, cost, outer)
-            found = plan_cost(shape, outer, cost)
-            if abs(found / target - 1) > tolerance:
-                problems.append(_unreachable(name, target, found, tolerance))
+            problems += [] if outer.contains(plan) else [_not_nested(name)]
+        elif abs(found / target - 1) > tolerance:
+            problems.append(_unreachable(name, target, found, tolerance))
+        outer = plan
     return problems
-
-
-@dataclass(frozen=True, slots=True)
-class _Grid:
-    """Every plan of a space as one entry of an array with a dim per axis, choices from wide to narrow.
-
-    costs: the cost of each plan; spread: standard deviation of its kept fractions over the axes.
-    """
-
-    space: ElasticSpace
-    costs: Floats
-    spread: Floats
-
-    @property
-    def dims(self) -> tuple[int, ...]:
-        return self.costs.shape
-
-    @classmethod
-    def of(cls, space: ElasticSpace, shape: ModelShape, cost: Cost) -> _Grid:
-        open_widths = np.ix_(*(np.array(spec.choices, dtype=np.float64) for spec in space.axes))
-        widths: dict[ElasticAxis, Number] = {axis: float(width) for axis, width in space.parent.widths}
-        survival: list[Number] = [1.0] * shape.num_layers
-        fractions = []
-        for spec, width in zip(space.axes, open_widths, strict=True):
-            fractions.append(width / spec.parent)
-            if spec.axis is ElasticAxis.LAYERS:
-                for order, layer in enumerate(space.drop_order):
-                    survival[layer] = (spec.parent - width <= order).astype(np.float64)
-            else:
-                widths[spec.axis] = width
-        dims = tuple(len(spec.choices) for spec in space.axes)
-        costs = np.broadcast_to(np.asarray(cost(Widths(widths, survival)), dtype=np.float64), dims)
-        spread = np.std(np.broadcast_arrays(*fractions), axis=0) if fractions else np.zeros(dims)
-        return cls(space, costs, spread)
-
-    def plan_at(self, penalty: Floats) -> SubmodelPlan:
-        """The plan with the least penalty (of equal ones the widest)."""
-        index = np.unravel_index(int(penalty.argmin()), self.dims)
-        return self.space.plan({spec.axis: spec.choices[int(at)] for spec, at in zip(self.space.axes, index, strict=True)})
-
-    def is_plan(self, plan: SubmodelPlan) -> Flags:
-        """Marks the entry of one plan."""
-        marks = np.zeros(self.dims, dtype=bool)
-        marks[tuple(spec.choices.index(self.space.choice_of(plan, spec.axis)) for spec in self.space.axes)] = True
-        return marks
-
-    def nested_in_any(self, marks: Flags) -> Flags:
-        """Marks every plan that is nested in at least one marked plan."""
-        for dim in range(marks.ndim):
-            marks = np.logical_or.accumulate(marks, axis=dim)
-        return marks
-
-    def containing_any(self, marks: Flags) -> Flags:
-        """Marks every plan in which at least one marked plan is nested."""
-        for dim in range(marks.ndim):
-            marks = np.flip(np.logical_or.accumulate(np.flip(marks, dim), axis=dim), dim)
-        return marks
-
-    def nested_in(self, plan: SubmodelPlan) -> Flags:
-        """Marks every plan nested in `plan`."""
-        return self.nested_in_any(self.is_plan(plan))
-
-
-def _allowed(space: ElasticSpace, outer: SubmodelPlan) -> list[tuple[AxisSpec, tuple[int, ...]]]:
-    """Every axis with its choices that are nested in `outer`."""
-    return [(spec, tuple(n for n in spec.choices if n <= space.choice_of(outer, spec.axis))) for spec in space.axes]
-
-
-def _ladder(space: ElasticSpace, outer: SubmodelPlan) -> list[SubmodelPlan]:
-    """The plans that keep about one fraction of every axis, for every fraction at which one of them changes."""
-    allowed = _allowed(space, outer)
-    fractions = sorted({n / spec.parent for spec, choices in allowed for n in choices}, reverse=True)
-    steps = [(a + b) / 2 for a, b in zip(fractions, fractions[1:], strict=False)]
-    plans = [
-        space.plan({spec.axis: min(choices, key=lambda n: (abs(n / spec.parent - fraction), -n)) for spec, choices in allowed})
-        for fraction in sorted([*fractions, *steps], reverse=True)
-    ]
-    return list(dict.fromkeys(plans))
-
-
-def _descend(space: ElasticSpace, shape: ModelShape, target: float, cost: Cost, outer: SubmodelPlan) -> SubmodelPlan:
-    """Coordinate descent on the distance from `target`, from the nearest step of the ladder; moves change one or two axes."""
-    allowed = _allowed(space, outer)
-
-    def miss(plan: SubmodelPlan) -> float:
-        return abs(plan_cost(shape, plan, cost) - target)
-
-    best = min(_ladder(space, outer), key=miss)
-    while True:
-        now = {spec.axis: space.choice_of(best, spec.axis) for spec, _ in allowed}
-        singles = [{spec.axis: n} for spec, choices in allowed for n in choices if n != now[spec.axis]]
-        moves = [*singles, *(a | b for i, a in enumerate(singles) for b in singles[:i] if a.keys() != b.keys())]
-        found = min((space.plan(now | move) for move in moves), key=miss, default=best)
-        if miss(found) >= miss(best):
-            return best
-        best = found

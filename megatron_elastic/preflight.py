@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_elastic.axes import SubmodelPlan
+from megatron_elastic.axes import SubmodelPlan, Width
 from megatron_elastic.cost import cost_function
-from megatron_elastic.errors import ConfigError
-from megatron_elastic.planning import Cost, check_targets, plan_cost, uniform_plan
+from megatron_elastic.errors import ConfigError, PlanError
+from megatron_elastic.plan_coordinates import Cost
+from megatron_elastic.planning import check_targets, plan_cost, reachable, uniform_family, uniform_plan
 from megatron_elastic.recipe import PinnedBudget, Recipe, StageConfig
 from megatron_elastic.shape import ModelShape, parent_plan
 
@@ -23,7 +24,7 @@ def cost_sequence_length(recipe: Recipe) -> int:
 
 def check_sequence_length(shape: ModelShape, length: int, key: str) -> None:
     """Raise ConfigError when FLOPs per token cannot be counted for sequences of `length`; `key` names it in the message."""
-    chunk = shape.mamba.chunk if shape.mamba and "M" in shape.layer_pattern else 1
+    chunk = shape.mamba.chunk if shape.mamba and shape.has("mamba") else 1
     if length < 1 or (length > chunk and length % chunk):
         near = max(chunk, length // chunk * chunk)
         raise ConfigError(f"{key} {length} is not a multiple of model.mamba.chunk {chunk}; use {near}")
@@ -31,8 +32,10 @@ def check_sequence_length(shape: ModelShape, length: int, key: str) -> None:
 
 def recipe_cost(recipe: Recipe) -> Cost:
     """The cost that `elastic.cost` names (active parameters for a recipe without elasticity)."""
-    kind = recipe.elastic.cost if recipe.elastic else "active_params"
-    return cost_function(recipe.model, kind, cost_sequence_length(recipe))
+    elastic, length = recipe.elastic, cost_sequence_length(recipe)
+    if elastic is None:
+        return cost_function(recipe.model, "active_params", length)
+    return cost_function(recipe.model, elastic.cost, length, elastic.memory)
 
 
 def budget_targets(recipe: Recipe, cost: Cost) -> dict[str, float]:
@@ -45,8 +48,13 @@ def budget_targets(recipe: Recipe, cost: Cost) -> dict[str, float]:
         if isinstance(budget, PinnedBudget):
             targets[name] = plan_cost(recipe.model, pinned[name], cost)
         else:
-            targets[name] = float(budget * parent if budget <= 1 else budget)
+            targets[name] = absolute_target(budget, parent)
     return targets
+
+
+def absolute_target(target: float, parent: float) -> float:
+    """A target cost as it stands, or, up to 1, as a fraction of the parent's."""
+    return float(target * parent if target <= 1 else target)
 
 
 def budget_plans(recipe: Recipe, cost: Cost) -> dict[str, SubmodelPlan]:
@@ -54,14 +62,41 @@ def budget_plans(recipe: Recipe, cost: Cost) -> dict[str, SubmodelPlan]:
     space = recipe.space
     if recipe.elastic is None or space is None:
         return {}
-    pinned, plans, outer = recipe.pinned_plans(), {}, space.parent
-    for name, target in budget_targets(recipe, cost).items():
-        if name in pinned:
-            outer = pinned[name]
-        else:
-            outer = uniform_plan(space, recipe.model, target, cost, within=outer, tolerance=recipe.router.tolerance[1])
-        plans[name] = outer
-    return plans
+    return uniform_family(space, recipe.model, wanted(recipe, cost), cost, recipe.router.tolerance[1])
+
+
+def wanted(recipe: Recipe, cost: Cost) -> dict[str, float | SubmodelPlan]:
+    """Budget -> absolute target, or the plan it pins (the parent's for the first)."""
+    pinned = recipe.pinned_plans()
+    return {name: pinned.get(name, target) for name, target in budget_targets(recipe, cost).items()}
+
+
+def plan_of_target(recipe: Recipe, target: float, cost: Cost) -> SubmodelPlan:
+    """The uniform plan at an absolute cost between the recipe's budgets: nested in the next larger budget's plan, the next smaller one's in it.
+
+    The plan of a budget itself at that budget's target. Raises PlanError for a target that no plan reaches within the final tolerance,
+    naming the nearest cost that one does.
+    """
+    space, tolerance = recipe.space, recipe.router.tolerance[1]
+    if space is None:
+        raise PlanError("the recipe has no elastic block, so that there is no plan for a target; add one")
+    plans, targets = budget_plans(recipe, cost), budget_targets(recipe, cost)
+    equal = [name for name in plans if targets[name] == target]
+    if equal:
+        return plans[equal[0]]
+    larger, smaller = [name for name in plans if targets[name] > target], [name for name in plans if targets[name] < target]
+    if not larger:
+        raise PlanError(f"target {target:.6g} is above the parent's cost {reachable(space, recipe.model, cost)[1]:.6g}; ask for less")
+    above, below = min(larger, key=targets.__getitem__), max(smaller, key=targets.__getitem__, default=None)
+    outer, inner = plans[above], plans[below] if below is not None else None
+    found = uniform_plan(space, recipe.model, target, cost, within=outer, around=inner, tolerance=tolerance)
+    reached = plan_cost(recipe.model, found, cost)
+    if abs(reached / target - 1) > tolerance:
+        between = f"between budgets {above!r} and {below!r}" if below is not None else f"nested in budget {above!r}"
+        raise PlanError(
+            f"target {target:.6g}: no plan {between} costs that within {tolerance:.3g}; the nearest reachable cost is {reached:.6g}: ask for it"
+        )
+    return found
 
 
 def recipe_problems(recipe: Recipe) -> list[str]:
@@ -74,9 +109,8 @@ def recipe_problems(recipe: Recipe) -> list[str]:
         return problems
     if recipe.elastic.cost == "flops":
         check_sequence_length(recipe.model, cost_sequence_length(recipe), "the last stage's sequence_length")
-    cost, pinned = recipe_cost(recipe), recipe.pinned_plans()
-    targets = {name: pinned.get(name, target) for name, target in budget_targets(recipe, cost).items()}
-    return problems + check_targets(space, recipe.model, targets, cost, recipe.router.tolerance[1])
+    cost = recipe_cost(recipe)
+    return problems + check_targets(space, recipe.model, wanted(recipe, cost), cost, recipe.router.tolerance[1])
 
 
 def recipe_notes(recipe: Recipe) -> list[str]:
@@ -107,26 +141,38 @@ def _decision_problems(recipe: Recipe, stage: StageConfig, key: str) -> list[str
 def _layout_problems(recipe: Recipe) -> list[str]:
     """What megatron-core's shards need of the parent, whether an axis is elastic or not."""
     model, parallel = recipe.model, recipe.parallel
-    sizes = {"padded_vocab_size" if model.padded_vocab_size else "vocab_size": model.vocab_rows}
-    if model.attention and "*" in model.layer_pattern:
+    sizes: dict[str, Width] = {"padded_vocab_size" if model.padded_vocab_size else "vocab_size": model.vocab_rows}
+    if model.attention and model.has("attention"):
         sizes["attention.heads"] = model.attention.heads
-    if model.mlp and "-" in model.layer_pattern:
+    if model.mlp and model.has("mlp"):
         sizes["mlp.ffn"] = model.mlp.ffn
-    if model.moe and "E" in model.layer_pattern:
-        sizes |= {"moe.ffn": model.moe.ffn, "moe.shared_ffn": model.moe.shared_ffn or 0}
-    if model.mamba and "M" in model.layer_pattern:
+    if model.moe and model.has("moe"):
+        sizes |= {"moe.ffn": model.moe.ffn} | ({"moe.shared_ffn": model.moe.shared_ffn} if model.moe.shared_ffn else {})
+    if model.mamba and model.has("mamba"):
         sizes |= {"mamba.heads": model.mamba.heads, "mamba.groups": model.mamba.groups}
     found = [
-        f"parallel.tensor {parallel.tensor} does not divide model.{key} {size}" for key, size in sizes.items() if size % parallel.tensor
+        f"parallel.tensor {parallel.tensor} does not divide model.{key} {size}"
+        for key, width in sizes.items()
+        for size in distinct(width)
+        if size % parallel.tensor
     ]
-    if model.attention and "*" in model.layer_pattern:
+    if model.attention and model.has("attention"):
         kv = model.attention.kv_groups
         if kv % parallel.tensor and parallel.tensor % kv:
             found.append(f"parallel.tensor {parallel.tensor} is neither a divisor nor a multiple of model.attention.kv_groups {kv}")
-    if parallel.expert > 1 and (model.moe is None or "E" not in model.layer_pattern):
+    if model.moe and model.has("moe"):
+        found += [
+            f"parallel.expert {parallel.expert} does not divide model.moe.experts {experts}"
+            for experts in distinct(model.moe.experts)
+            if experts % parallel.expert
+        ]
+    elif parallel.expert > 1:
         found.append(f"parallel.expert {parallel.expert} needs a mixture of experts; set it to 1")
-    elif model.moe and model.moe.experts % parallel.expert:
-        found.append(f"parallel.expert {parallel.expert} does not divide model.moe.experts {model.moe.experts}")
     if model.num_layers % parallel.pipeline:
         found.append(f"parallel.pipeline {parallel.pipeline} does not divide the {model.num_layers} layers of model.layer_pattern")
     return found
+
+
+def distinct(width: Width) -> tuple[int, ...]:
+    """The different widths of all layers, widest first."""
+    return tuple(sorted(set(width), reverse=True)) if isinstance(width, tuple) else (width,)

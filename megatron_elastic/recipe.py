@@ -7,35 +7,43 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_elastic.axes import ElasticAxis, ElasticSpace, SubmodelPlan
-from megatron_elastic.shape import ModelShape, build_space
-
-RECIPE_FORMAT_VERSION = 1
+from megatron_elastic.memory import MemoryTarget
+from megatron_elastic.shape import AxisChoices, ModelShape, build_space
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PinnedBudget:
     """A budget whose plan is given; its target is the exact cost of that plan."""
 
-    plan: Mapping[str, int]
-    """Axis -> width, the parent's where an axis is not named."""
+    plan: Mapping[str, int | tuple[int, ...]]
+    """Axis -> width, the parent's where an axis is not named; for a per-layer axis a list with a width for each layer that has it."""
+
+    def on(self, space: ElasticSpace) -> SubmodelPlan:
+        """The plan in `space`. Raises PlanError listing every width that is no choice."""
+        return space.plan({ElasticAxis(axis): width for axis, width in self.plan.items()})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElasticConfig:
     """What can shrink, and the sizes that are asked for."""
 
-    axes: Mapping[str, tuple[int | float, ...]]
-    """Axis -> choices from wide to narrow, the parent's width first; a fraction counts from the parent's."""
+    axes: Mapping[str, tuple[int | float, ...] | AxisChoices]
+    """Axis -> choices from wide to narrow, the parent's width first; a fraction counts from the parent's. `{choices: [...], per_layer: true}`
+    gives every layer that has the axis a width of its own."""
     budgets: Mapping[str, float | int | PinnedBudget]
     """Name -> target cost: up to 1 a fraction of the parent's, above 1 absolute; or a pinned plan. The first must be the parent (1.0)."""
     cost: Literal["total_params", "active_params", "flops", "memory"] = "active_params"
     """What a target is counted in."""
+    memory: MemoryTarget | None = None
+    """What `cost: memory` counts; null: bf16 weights, one sequence of the last stage's length."""
     shard_groups: int = 8
     """The largest tensor parallelism the family can be trained or served with."""
     expert_groups: int | None = None
     """The largest expert parallelism; null: the largest of 8, 4, 2, 1 that divides every choice."""
     drop_order: tuple[int, ...] = ()
     """Layers (from 0) in the order they are dropped when `layers` shrinks."""
+    expert_bias_rate: float = 0.0
+    """How far the selection bias of the experts moves in an elastic step, each microbatch counting the experts alive in it; 0: frozen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +64,10 @@ class RouterConfig:
     """Weight of |cost/target - 1| against the distillation loss."""
     tolerance: tuple[float, float] = (0.05, 0.02)
     """Relative deviation from a target without loss, at the start and the end; the end is what a plan must meet."""
+    straight_through: bool = False
+    """Run the most probable choice alone, with the gradient of the soft mixture."""
+    width_threshold: float = 0.0
+    """Soft decisions compute an axis only up to its widest choice whose probability is above this; 0: always in full width."""
     learn_share: float = 1.0
     """Share of the elastic steps in which the router learns; then its plans are fixed and trained in slice mode."""
     clip_grad: float = 1.0
@@ -190,8 +202,8 @@ class Recipe:
     """A checkpoint of the parent to start from (a run or a checkpoint directory); null: a stage with elastic: false trains it."""
     run_dir: str = "runs/default"
     """Where everything of the run is written."""
-    precision: Literal["fp32"] = "fp32"
-    """Arithmetic of the model."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of the model; bf16 keeps fp32 master weights, gradients, norm statistics and losses."""
     seed: int = 1234
     """Seed of weights, data order and decisions."""
     elastic: ElasticConfig | None = None
@@ -237,5 +249,5 @@ class Recipe:
         plans = {next(iter(self.elastic.budgets)): space.parent}
         for name, budget in self.elastic.budgets.items():
             if isinstance(budget, PinnedBudget):
-                plans[name] = space.plan({ElasticAxis(axis): width for axis, width in budget.plan.items()})
+                plans[name] = budget.on(space)
         return plans

@@ -92,7 +92,7 @@ def _stage_named(stages: list[Any], name: str, text: str) -> dict[str, Any]:
 
 
 def key_problems(data: Any, kind: Any, path: str = "") -> list[str]:
-    """Every key of `data` that the dataclass `kind` lacks (with the nearest one it has) and every value of plainly the wrong kind.
+    """Every key of `data` that the dataclass `kind` lacks (with the nearest one it has) or misses, and every value of plainly the wrong kind.
 
     path: the key of `data` with a trailing dot. What is checked here beside keys is what dacite lets pass or reports without
     the key: true and false where a number is wanted, one value where a list or a mapping is.
@@ -101,13 +101,7 @@ def key_problems(data: Any, kind: Any, path: str = "") -> list[str]:
     if dataclasses.is_dataclass(kind):
         return _field_problems(data, kind, path) if isinstance(data, dict) else [_wrong(key, data, "a mapping")]
     if origin in (typing.Union, types.UnionType):
-        if data is None and type(None) in args:
-            return []
-        others = [arg for arg in args if arg is not type(None)]
-        parts = [arg for arg in others if dataclasses.is_dataclass(arg)]
-        if len(others) == 1 or (parts and isinstance(data, dict)):
-            return key_problems(data, (parts or others)[0], path)
-        return [_wrong(key, data, "a number")] if isinstance(data, bool) and bool not in args else []
+        return _union_problems(data, args, path)
     if origin is tuple:
         if not isinstance(data, list):
             return [_wrong(key, data, "a list")]
@@ -119,8 +113,24 @@ def key_problems(data: Any, kind: Any, path: str = "") -> list[str]:
     return [_wrong(key, data, "a number")] if kind in (int, float) and isinstance(data, bool) else []
 
 
+def _union_problems(data: Any, kinds: tuple[Any, ...], path: str) -> list[str]:
+    """Problems of a value that may be of several kinds: a mapping is the dataclass, a list the tuple, what else is a single value."""
+    others = [kind for kind in kinds if kind is not type(None)]
+    if data is None and len(others) < len(kinds):
+        return []
+    parts = [kind for kind in others if dataclasses.is_dataclass(kind)]
+    lists = [kind for kind in others if typing.get_origin(kind) is tuple]
+    if len(others) == 1 or (parts and isinstance(data, dict)):
+        return key_problems(data, (parts or others)[0], path)
+    if lists and (isinstance(data, list) or len(parts) + len(lists) == len(others)):
+        return key_problems(data, lists[0], path)
+    return [_wrong(path[:-1], data, "a number")] if isinstance(data, bool) and bool not in kinds else []
+
+
 def _field_problems(data: dict[str, Any], kind: Any, path: str) -> list[str]:
-    hints, problems = typing.get_type_hints(kind), []
+    hints = typing.get_type_hints(kind)
+    required = [f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
+    problems = [f"{path}{name} is missing; add it" for name in required if name not in data]
     for name, value in data.items():
         if name in hints:
             problems += key_problems(value, hints[name], f"{path}{name}.")

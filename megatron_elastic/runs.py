@@ -35,6 +35,15 @@ def add_selected(target: torch.Tensor, value: torch.Tensor, rows: Runs | None, c
             target_part.add_(value_part)
 
 
+def spread(kept: torch.Tensor, runs: Runs, size: int) -> torch.Tensor:
+    """The last dim of `kept` [..., kept entries] back at its places among `size` entries, zeros between: the inverse of `select`."""
+    pieces, at, end = [], 0, 0
+    for start, length in runs:
+        pieces += [kept.new_zeros((*kept.shape[:-1], start - end)), kept[..., at : at + length]]
+        at, end = at + length, start + length
+    return torch.cat([*pieces, kept.new_zeros((*kept.shape[:-1], size - end))], -1)
+
+
 def num_kept(size: int, runs: Runs | None) -> int:
     """How many of `size` entries the runs keep; None: all."""
     return size if runs is None else sum(length for _, length in runs)

@@ -15,7 +15,12 @@ from tests.shape_strategies import quick
 A = ElasticAxis
 PARENT = SubmodelPlan.of({A.HIDDEN: 12, A.FFN: 20, A.EXPERTS: 6})
 SPACE = ElasticSpace(
-    axes=(AxisSpec(A.HIDDEN, (12, 8), 1), AxisSpec(A.FFN, (20, 12, 4), 4), AxisSpec(A.EXPERTS, (6, 4), 2), AxisSpec(A.LAYERS, (5, 3), 1)),
+    axes=(
+        AxisSpec(A.HIDDEN, (12, 8), 1, sharded=""),
+        AxisSpec(A.FFN, (20, 12, 4), 4),
+        AxisSpec(A.EXPERTS, (6, 4), 2, sharded="expert"),
+        AxisSpec(A.LAYERS, (5, 3), 1, sharded=""),
+    ),
     parent=PARENT,
     drop_order=(3, 1),
     shard_groups=4,
@@ -23,7 +28,10 @@ SPACE = ElasticSpace(
 
 plans = st.builds(
     SubmodelPlan.of,
-    st.dictionaries(st.sampled_from([axis for axis in A if axis is not A.LAYERS]), st.integers(1, 100)),
+    st.dictionaries(
+        st.sampled_from([axis for axis in A if axis is not A.LAYERS]),
+        st.one_of(st.integers(1, 100), st.lists(st.integers(1, 100), min_size=1, max_size=4).map(tuple)),
+    ),
     st.sets(st.integers(0, 30)).map(tuple),
 )
 
@@ -61,7 +69,7 @@ def test_plan_width_and_layers():
     plan = SPACE.plan({A.LAYERS: 3, A.FFN: 12})
     assert (plan.width(A.FFN), plan.width(A.HIDDEN), plan.dropped_layers) == (12, 12, (1, 3))
     assert [plan.keeps_layer(n) for n in range(5)] == [True, False, True, False, True]
-    assert SPACE.choice_of(plan, A.LAYERS) == 3 and SPACE.choice_of(plan, A.FFN) == 12
+    assert SPACE.choices_of(plan, A.LAYERS) == (3,) and SPACE.choices_of(plan, A.FFN) == (12,)
     with pytest.raises(PlanError, match="the plan has no width for axis 'heads'"):
         plan.width(A.HEADS)
 
@@ -69,8 +77,8 @@ def test_plan_width_and_layers():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"format_version": 9, "widths": {}, "dropped_layers": []}, "plan format_version 9 is not 1; write it again"),
-        ({}, "plan format_version None is not 1"),
+        ({"format_version": 9, "widths": {}, "dropped_layers": []}, "plan: format_version 9 is not 1 or 2; write it again"),
+        ({}, "plan: format_version None is not 1 or 2"),
         ({"format_version": 1, "widths": [], "dropped_layers": []}, "a plan needs 'widths' (a mapping) and 'dropped_layers' (a list)"),
         ({"format_version": 1, "widths": {"depth": 3}, "dropped_layers": []}, "unknown axis 'depth'; axes are hidden, ffn"),
     ],
@@ -95,7 +103,7 @@ def test_space_plan_lists_every_width_that_is_no_choice():
 def test_space_plan_takes_the_parent_s_width_of_a_fixed_axis():
     space = ElasticSpace((AxisSpec(A.HIDDEN, (12, 8), 1),), PARENT)
     assert space.plan({A.FFN: 20, A.HIDDEN: 8}) == SubmodelPlan.of({A.HIDDEN: 8, A.FFN: 20, A.EXPERTS: 6})
-    assert space.choice_of(PARENT, A.LAYERS) == 0
+    assert space.choices_of(PARENT, A.LAYERS) == (0,)
 
 
 def test_space_check_lists_everything_that_does_not_fit():
@@ -156,6 +164,53 @@ def test_drop_order_problems(order, message):
     with pytest.raises(ConfigError) as caught:
         validate_space(space, 5)
     assert caught.value.problems == [message]
+
+
+PER_LAYER = ElasticSpace(
+    axes=(AxisSpec(A.HIDDEN, (12, 8), 1), AxisSpec(A.FFN, (20, 12, 4), 4, (1, 3, 4), per_layer=True)),
+    parent=SubmodelPlan.of({A.HIDDEN: 12, A.FFN: 20}),
+)
+
+
+def test_a_per_layer_axis_has_a_width_for_each_of_its_layers():
+    plan = PER_LAYER.plan({A.FFN: (20, 4, 12)})
+    assert plan.width(A.FFN) == (20, 4, 12) and not plan.homogeneous
+    assert PER_LAYER.choices_of(plan, A.FFN) == (20, 4, 12) and PER_LAYER.choices_of(plan, A.HIDDEN) == (12,)
+    everywhere = PER_LAYER.plan({A.FFN: 12})
+    assert PER_LAYER.choices_of(everywhere, A.FFN) == (12, 12, 12) and everywhere.homogeneous
+    assert everywhere == PER_LAYER.plan({A.FFN: (12, 12, 12)}), "equal widths are one plan, however they are written"
+    PER_LAYER.check(plan)
+    PER_LAYER.check(everywhere)
+    assert SubmodelPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+def test_per_layer_plans_nest_layer_by_layer():
+    wide, narrow, other = (PER_LAYER.plan({A.FFN: widths}) for widths in ((20, 12, 12), (20, 4, 12), (12, 20, 4)))
+    assert wide.contains(narrow) and not narrow.contains(wide) and not wide.contains(other) and not other.contains(narrow)
+    assert PER_LAYER.plan({A.FFN: 20}).contains(other) and other.contains(PER_LAYER.plan({A.FFN: 4}))
+    assert not wide.contains(PER_LAYER.plan({A.FFN: 20}))
+
+
+@pytest.mark.parametrize(
+    ("widths", "message"),
+    [
+        ({A.FFN: (20, 4)}, "ffn names 2 widths, but it has 3 layers"),
+        ({A.FFN: (20, 5, 4)}, "ffn 5 is not one of its choices [20, 12, 4]"),
+        ({A.HIDDEN: (12, 8, 8)}, "hidden names 3 widths, but it is not per layer (set per_layer: true)"),
+    ],
+)
+def test_per_layer_widths_that_do_not_fit(widths, message):
+    with pytest.raises(PlanError) as caught:
+        PER_LAYER.plan(widths)
+    assert caught.value.problems == [message]
+    with pytest.raises(PlanError) as caught:
+        PER_LAYER.check(SubmodelPlan.of(dict(PER_LAYER.parent.widths) | widths))
+    assert caught.value.problems == [message]
+
+
+def test_a_plan_of_the_first_format_is_still_read():
+    data = {"format_version": 1, "widths": {"hidden": 8}, "dropped_layers": [2]}
+    assert SubmodelPlan.from_dict(data) == SubmodelPlan.of({A.HIDDEN: 8}, (2,))
 
 
 def test_axis_spec_sizes():

@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 
 from megatron_elastic.axes import ElasticAxis
 from megatron_elastic.config import decode_recipe, load_recipe, to_plain
+from megatron_elastic.cost import MemoryTarget, widths_of
 from megatron_elastic.errors import ConfigError
+from megatron_elastic.preflight import recipe_cost
 from megatron_elastic.recipe import Recipe, StageConfig
 from megatron_elastic.recipe_files import apply_overrides, read_yaml
+from megatron_elastic.shape import AxisChoices, parent_plan
 from tests.shape_strategies import quick, shapes
 
 TEXT = """
@@ -57,6 +60,32 @@ def test_a_recipe_decodes_with_defaults(path):
     plans = recipe.pinned_plans()
     assert list(plans) == ["wide", "narrow"] and plans["wide"] == recipe.space.parent
     assert plans["narrow"].width(ElasticAxis.HIDDEN) == 24 and plans["narrow"].dropped_layers == (3,)
+
+
+def test_a_per_layer_axis_is_a_mapping(path):
+    pattern = ["model.layer_pattern=ME*-E", "elastic.axes.layers=[5, 4]", "elastic.budgets.narrow.plan.layers=4"]
+    recipe = load_recipe(
+        path,
+        [*pattern, "elastic.axes.moe_ffn={choices: [16, 0.5], per_layer: true}", "elastic.budgets.narrow.plan.moe_ffn=[16, 8]"],
+    )
+    assert recipe.elastic is not None and recipe.elastic.axes["moe_ffn"] == AxisChoices(choices=(16, 0.5), per_layer=True)
+    assert recipe.space is not None
+    spec = recipe.space.spec(ElasticAxis.MOE_FFN)
+    assert spec is not None and (spec.choices, spec.layers, spec.per_layer) == ((16, 8), (1, 4), True)
+    assert recipe.pinned_plans()["narrow"].width(ElasticAxis.MOE_FFN) == (16, 8)
+    assert decode_recipe(to_plain(recipe), "r") == recipe
+    assert decode_recipe(yaml.safe_load(yaml.safe_dump(to_plain(recipe), sort_keys=False)), "r") == recipe
+    plain = load_recipe(path, [*pattern, "elastic.axes.moe_ffn={choices: [16, 8]}"]).space
+    assert plain == load_recipe(path, [*pattern, "elastic.axes.moe_ffn=[16, 8]"]).space
+
+
+def test_what_memory_counts(path):
+    recipe = load_recipe(path, ["elastic.cost=memory", "elastic.memory={weight_format: nvfp4, batch: 8}"])
+    assert recipe.elastic is not None and recipe.elastic.memory == MemoryTarget(weight_format="nvfp4", batch=8)
+    assert decode_recipe(to_plain(recipe), "r") == recipe
+    more = load_recipe(path, ["elastic.cost=memory", "elastic.memory={weight_format: nvfp4, batch: 16}"])
+    once, twice = (recipe_cost(one)(widths_of(parent_plan(one.model), 4)) for one in (recipe, more))
+    assert twice > once
 
 
 @pytest.mark.parametrize(
@@ -129,7 +158,7 @@ BAD = [
     ("router.temperature=1.0", "router.temperature 1.0 (float) must be a list"),
     ("router.temperature=[1.0]", "router.temperature"),
     ("router.choice=random", "router.choice 'random' (str) must be one of ['learned', 'uniform']"),
-    ("precision=bf16", "precision 'bf16' (str) must be one of ['fp32']"),
+    ("precision=fp16", "precision 'fp16' (str) must be one of ['fp32', 'bf16']"),
     ("elastic.cost=latency", "elastic.cost 'latency' (str) must be one of ['total_params', 'active_params', 'flops', 'memory']"),
     ("log.tensorboard=3", "log.tensorboard 3 (int) must be bool"),
     ("format_version=2", "format_version 2 is not 1; set it to 1"),
@@ -150,6 +179,28 @@ BAD = [
     ("elastic.budgets.narrow.plan.hiden=24", "elastic.budgets.narrow.plan: 'hiden' is not an axis; axes: hidden, ffn"),
     ("elastic.budgets.narrow.plan.hidden=25", "elastic.budgets.narrow.plan: hidden 25 is not one of its choices [32, 24]"),
     ("elastic.budgets.narrow.plan.experts=2", "elastic.budgets.narrow.plan: axis 'experts' is not elastic here"),
+    (
+        "elastic.axes.ffn={choices: [48, 24], perlayer: true}",
+        "elastic.axes.ffn.perlayer is not a known key; did you mean elastic.axes.ffn.per_layer?",
+    ),
+    ("elastic.axes.ffn={choices: 48}", "elastic.axes.ffn.choices 48 (int) must be a list"),
+    ("elastic.axes.ffn={choices: [48, true]}", "elastic.axes.ffn.choices[1] True (bool) must be a number"),
+    ("elastic.axes.ffn={per_layer: true}", "elastic.axes.ffn.choices is missing; add it"),
+    ("elastic.axes.ffn={choices: [48, 0.3], per_layer: true}", "elastic.axes.ffn: fraction 0.3 of 48 is 14.4, not a whole width"),
+    (
+        "elastic.axes.ffn={choices: [48, 25], per_layer: true}",
+        "elastic.axes.ffn: choice 25 is not a multiple of its 2 groups; use 24 or 26",
+    ),
+    (
+        "elastic.axes.hidden={choices: [32, 24], per_layer: true}",
+        "elastic.axes.hidden: per_layer is true, but the axis belongs to the whole",
+    ),
+    ("elastic.budgets.narrow.plan.ffn=[48, 24]", "elastic.budgets.narrow.plan: ffn names 2 widths, but it is not per layer"),
+    ("elastic.budgets.narrow.plan.ffn=true", "elastic.budgets.narrow.plan.ffn True (bool) must be a number"),
+    ("elastic.budgets.narrow.plan.ffn=[true]", "elastic.budgets.narrow.plan.ffn[0] True (bool) must be a number"),
+    ("elastic.memory={batch: 2}", "elastic.memory says what cost 'memory' counts, but elastic.cost is 'active_params'; set it to memory"),
+    ("elastic={cost: memory, axes: {hidden: [32]}, budgets: {a: 1.0}, memory: {batch: 0}}", "elastic.memory.batch 0 must be above 0"),
+    ("elastic.memory={weight_format: int3}", "elastic.memory"),
     ("elastic.shard_groups=0", "elastic.shard_groups 0 must be at least 1"),
     ("elastic.expert_groups=0", "elastic.expert_groups 0 must be at least 1"),
     # other sections
@@ -157,6 +208,9 @@ BAD = [
     ("router.hidden=0", "router.hidden 0 must be at least 1"),
     ("router.temperature=[1.0, 0]", "router.temperature [1.0, 0.0] must be above 0"),
     ("router.tolerance=[0.05, -1]", "router.tolerance [0.05, -1.0] must be above 0"),
+    ("router.width_threshold=1", "router.width_threshold 1.0 must be at least 0 and below 1"),
+    ("router.width_threshold=-0.1", "router.width_threshold -0.1 must be at least 0 and below 1"),
+    ("router.straight_through=1", "router.straight_through 1 (int) must be bool"),
     ("router.budget_weight=-1", "router.budget_weight -1.0 must be at least 0"),
     ("distill.chunk_tokens=0", "distill.chunk_tokens 0 must be at least 1"),
     ("distill.temperature=0", "distill.temperature 0.0 must be above 0"),
@@ -167,6 +221,7 @@ BAD = [
     ("parallel.tensor=0", "parallel.tensor 0 must be at least 1"),
     ("parallel.tensor=4", "parallel.tensor 4 does not divide elastic.shard_groups 2; choose a divisor or raise shard_groups"),
     ("data={}", "data.path is missing; add it"),
+    ("elastic.budgets.middle={}", "elastic.budgets.middle.plan is missing; add it"),
     ("checkpoint.interval=0", "checkpoint.interval 0 must be at least 1"),
     ("checkpoint.keep=-1", "checkpoint.keep -1 must be at least 0"),
     ("eval.samples=0", "eval.samples 0 must be at least 1"),
@@ -195,6 +250,18 @@ def test_each_mistake_has_its_message(path, override, message):
         load_recipe(path, [override])
     assert message in str(caught.value)
     assert len([line for line in caught.value.problems if message in line]) == 1
+
+
+@pytest.mark.parametrize("fraction", [0.3, 0.26, 0.1, 1 / 3 + 1e-6])
+def test_fractions_that_land_on_no_group_are_refused_at_parse_time(path, fraction):
+    """Named after a defect elsewhere: a fraction is rounded to some width, and the widths that were trained are not those that were written."""
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(path, [f"elastic.axes.ffn=[48, {fraction}]"])
+    assert any("elastic.axes.ffn: fraction" in line and "write the width itself" in line for line in caught.value.problems)
+    with pytest.raises(ConfigError, match="elastic.axes.ffn: choice 3 is not a multiple of its 2 groups; use 2 or 4"):
+        load_recipe(path, ["elastic.axes.ffn=[48, 0.0625]"])
+    kept = load_recipe(path, ["elastic.axes.ffn=[48, 0.125]"]).space
+    assert kept is not None and kept.axes[1].choices == (48, 6)
 
 
 def test_problems_are_reported_together(path):

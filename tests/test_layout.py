@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_elastic.axes import ElasticAxis, SubmodelPlan
 from megatron_elastic.errors import CheckpointError
 from megatron_elastic.layout import BUFFERS, Dim, Segment, axis_groups, dims_of, full_shapes, kept_widths, layer_of, submodel_name
-from megatron_elastic.shape import AttentionShape, MambaShape, MlpShape, ModelShape, MoeShape, build_space, parent_width, resize
-from tests.shape_strategies import plans, quick, shapes
+from megatron_elastic.shape import (
+    AttentionShape,
+    AxisChoices,
+    MambaShape,
+    MlpShape,
+    ModelShape,
+    MoeShape,
+    build_space,
+    parent_width,
+    resize,
+)
+from tests.shape_strategies import layer_widths, plans, quick, shapes
 
 A = ElasticAxis
 AXES = [A.FFN, A.HEADS, A.MAMBA_HEADS]
@@ -98,7 +109,7 @@ def test_qkv_is_interleaved_per_kv_group():
     space = build_space(QKV, {A.HEADS: (8, 4)}, shard_groups=2)
     rows, columns = dims_of("decoder.layers.0.self_attention.linear_qkv.weight", QKV, axis_groups(space))
     assert (rows.size, columns.size) == ((8 + 2 + 2) * 3, 6)
-    kept = kept_widths(space, space.plan({A.HEADS: 4}))
+    kept = kept_widths(space, space.plan({A.HEADS: 4}), 0)
     # A KV group is 4 query heads (12 rows), a key and a value (3 rows each); 2 query heads (6 rows) stay, and key and value.
     assert expand(rows.runs(kept)) == [*range(0, 6), *range(12, 18), *range(18, 24), *range(30, 36)]
     assert rows.runs(kept, 2) == ((0, 6), (12, 6))
@@ -109,7 +120,7 @@ def test_qkv_is_interleaved_per_kv_group():
 def test_query_heads_with_more_groups_than_keys():
     space = build_space(QKV, {A.HEADS: (8, 4)}, shard_groups=4)
     rows, _ = dims_of("decoder.layers.0.self_attention.linear_qkv.weight", QKV, axis_groups(space))
-    kept = kept_widths(space, space.plan({A.HEADS: 4}))
+    kept = kept_widths(space, space.plan({A.HEADS: 4}), 0)
     # Four groups of two query heads: of each pair the first head stays.
     assert expand(rows.runs(kept))[:12] == [0, 1, 2, 6, 7, 8, *range(12, 18)]
 
@@ -121,7 +132,7 @@ def test_in_proj_is_z_x_b_c_dt():
     space = build_space(MAMBA, {A.MAMBA_HEADS: (4, 2)})
     rows, _ = dims_of("decoder.layers.0.mixer.in_proj.weight", MAMBA, axis_groups(space))
     assert rows.size == 12 + 12 + 10 + 10 + 4
-    kept = kept_widths(space, space.plan({A.MAMBA_HEADS: 2}))
+    kept = kept_widths(space, space.plan({A.MAMBA_HEADS: 2}), 0)
     z, x, states, dt = [0, 1, 2, 6, 7, 8], [12, 13, 14, 18, 19, 20], list(range(24, 44)), [44, 46]
     assert expand(rows.runs(kept)) == [*z, *x, *states, *dt]
     # One of two shards: half of each part, one SSM group.
@@ -177,14 +188,16 @@ def test_every_name_and_shape_of_a_model():
 @given(shapes().flatmap(lambda shape: st.tuples(st.just(shape), plans(shape))))
 def test_kept_entries_of_every_tensor_have_the_shape_of_the_resized_model(case):
     shape, plan = case
+    assume(len(plan.dropped_layers) < shape.num_layers)
     small = full_shapes(resize(shape, plan))
     # Any common divisor may be the number of groups; those the parts impose are the ones that matter here.
     groups = {A.HEADS: shape.attention.kv_groups if shape.attention else 1, A.MAMBA_HEADS: shape.mamba.groups if shape.mamba else 1}
-    kept = {axis: (width, parent_width(shape, axis)) for axis, width in plan.widths}
     found = {}
     for name in full_shapes(shape):
-        renamed = submodel_name(name, plan)
+        renamed, layer = submodel_name(name, plan), layer_of(name)
         if renamed is not None:
+            widths = {A.HIDDEN: plan.width(A.HIDDEN)} if layer is None else layer_widths(shape, plan, layer)
+            kept = {axis: (width, parent_width(shape, axis)) for axis, width in widths.items()}
             cut = dims_of(name, shape, lambda axis: groups.get(axis, 1))
             found[renamed] = tuple(sum(length for _, length in dim.runs(kept)) for dim in cut)
     assert found == small
@@ -221,8 +234,8 @@ def test_layers_are_renumbered():
 @pytest.mark.parametrize(
     ("name", "where"),
     [
-        ("decoder.layers.0.mlp.linear_fc1.weight", "a mamba layer"),
-        ("decoder.layers.3.mlp.linear_fc1.weight", "a moe layer"),
+        ("decoder.layers.0.mlp.linear_fc1.weight", "a layer of mamba"),
+        ("decoder.layers.3.mlp.linear_fc1.weight", "a layer of moe"),
         ("decoder.layers.9.mixer.D", "this model"),
         ("lm_head.weight", "this model"),
     ],
@@ -233,6 +246,57 @@ def test_a_foreign_name_is_refused(name, where):
     assert str(caught.value) == f"parameter {name!r} is not one of {where} with layer_pattern 'M*-E'; is it a checkpoint of another model?"
 
 
-def test_kept_widths_names_only_what_is_narrower():
+def test_kept_widths_names_only_what_is_narrower_in_the_layer():
     space = build_space(EVERYTHING, {A.HIDDEN: (10, 7), A.EXPERTS: (6, 4)})
-    assert kept_widths(space, space.plan({A.EXPERTS: 4})) == {A.EXPERTS: (4, 6)}
+    plan = space.plan({A.HIDDEN: 7, A.EXPERTS: 4})
+    assert kept_widths(space, plan, 3) == {A.HIDDEN: (7, 10), A.EXPERTS: (4, 6)}
+    assert kept_widths(space, plan, 0) == kept_widths(space, plan, None) == {A.HIDDEN: (7, 10)}
+    assert kept_widths(space, space.plan({A.EXPERTS: 4}), 3) == {A.EXPERTS: (4, 6)}
+
+
+def test_each_layer_has_its_own_kept_width():
+    shape = replace(EVERYTHING, layer_pattern="M-M-")
+    choices = AxisChoices(choices=(8, 6, 4), per_layer=True)
+    space = build_space(shape, {A.FFN: choices, A.MAMBA_STATE: (5, 2)}, shard_groups=2)
+    plan = space.plan({A.FFN: (8, 4), A.MAMBA_STATE: 2})
+    assert [kept_widths(space, plan, layer) for layer in (0, 1, 3)] == [{A.MAMBA_STATE: (2, 5)}, {}, {A.FFN: (4, 8)}]
+
+
+def test_mamba_s_head_channels_and_states_are_cut_inside_their_blocks():
+    space = build_space(MAMBA, {A.MAMBA_HEADS: (4, 2), A.MAMBA_HEAD_DIM: (3, 2), A.MAMBA_STATE: (5, 4)})
+    rows, _ = dims_of("decoder.layers.0.mixer.in_proj.weight", MAMBA, axis_groups(space))
+    kept = kept_widths(space, space.plan({A.MAMBA_HEADS: 2, A.MAMBA_HEAD_DIM: 2, A.MAMBA_STATE: 4}), 0)
+    # z and x: of both SSM groups the first head, of it two of three channels; B and C: four of five states of each group; dt: a head.
+    states = [*range(24, 28), *range(29, 33), *range(34, 38), *range(39, 43)]
+    assert expand(rows.runs(kept)) == [0, 1, 6, 7, 12, 13, 18, 19, *states, 44, 46]
+    assert expand(rows.runs(kept, 2)) == [0, 1, 6, 7, *range(12, 16), *range(17, 21), 22]
+
+
+def test_both_halves_of_a_gated_projection_are_cut():
+    shape = replace(EVERYTHING, gated=True)
+    space = build_space(shape, {A.FFN: (8, 4)}, shard_groups=2)
+    rows, _ = dims_of("decoder.layers.2.mlp.linear_fc1.weight", shape, axis_groups(space))
+    assert expand(rows.runs(kept_widths(space, space.plan({A.FFN: 4}), 2))) == [0, 1, 4, 5, 8, 9, 12, 13]
+
+
+GPT = replace(EVERYTHING, layer_pattern="TX", mamba=None, normalization="LayerNorm", attention=replace(EVERYTHING.attention, qk_norm=True))
+
+
+def test_a_gpt_layer_has_the_names_of_both_its_sublayers():
+    names = full_shapes(GPT)
+    assert {n.removeprefix("decoder.layers.1.") for n in names if n.startswith("decoder.layers.1.")} == {
+        *(f"self_attention.linear_qkv.{n}" for n in ("layer_norm_weight", "layer_norm_bias", "weight", "bias")),
+        *(f"self_attention.{n}_layernorm.{part}" for n in "qk" for part in ("weight", "bias")),
+        "self_attention.linear_proj.weight",
+        "pre_mlp_layernorm.weight",
+        "pre_mlp_layernorm.bias",
+        "mlp.router.weight",
+        "mlp.router.expert_bias",
+        *(f"mlp.experts.experts.linear_fc{n}.weight" for n in "12"),
+        *(f"mlp.shared_experts.linear_fc{n}.weight" for n in "12"),
+    }
+    assert names["decoder.layers.0.self_attention.q_layernorm.weight"] == (3,)
+    assert {"decoder.final_layernorm.weight", "decoder.final_layernorm.bias"} <= set(names) and "decoder.final_norm.weight" not in names
+    assert "decoder.layers.0.mlp.linear_fc1.layer_norm_bias" in names
+    with pytest.raises(CheckpointError, match="is not one of a layer of attention and moe with"):
+        dims_of("decoder.layers.1.mlp.linear_fc1.weight", GPT, axis_groups(None))

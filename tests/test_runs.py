@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_elastic.layout import Runs
-from megatron_elastic.runs import add_selected, num_kept, select, select_matrix
+from megatron_elastic.runs import add_selected, num_kept, select, select_matrix, spread
 
 RUNS: dict[str, Runs | None] = {
     "whole": None,
@@ -60,3 +60,12 @@ def test_any_dim_with_its_gradient(dim: int, runs: Runs | None) -> None:
 def test_one_run_is_a_view() -> None:
     matrix = torch.zeros(SIZE, SIZE)
     assert select_matrix(matrix, ((0, 5),), ((3, 4),)).data_ptr() == matrix[0, 3:].data_ptr()
+
+
+@pytest.mark.parametrize("runs", [runs for runs in RUNS.values() if runs], ids=[name for name, runs in RUNS.items() if runs])
+def test_spread_puts_entries_back_where_they_were(runs: Runs) -> None:
+    whole = torch.arange(1.0, 2 * SIZE + 1).view(2, SIZE)
+    result = spread(select(whole, 1, runs), runs, SIZE)
+    expected = torch.zeros_like(whole)
+    expected[:, _index(runs)] = whole[:, _index(runs)]
+    assert torch.equal(result, expected)

@@ -1,6 +1,6 @@
-"""The demo for a few steps, through the command line: what also runs on the latest megatron-core (`make test-latest`).
+"""The demo for a few steps, through the command line, and the package's first promises on one model.
 
-Run: pytest -m smoke
+Run: pytest tests/test_smoke.py
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from megatron_elastic.export.extract import extract, stack_experts, unstack_experts
-from megatron_elastic.models.hybrid import build_hybrid
+from megatron_elastic.models.build import build_model
 from megatron_elastic.models.weights import gather_tensors, scatter_tensors
 from megatron_elastic.shape import resize
 from tests.elastic.family import build_family, forward_backward, narrowed, relative, run
@@ -29,7 +28,6 @@ def succeed(*arguments: str | Path) -> str:
     return out
 
 
-@pytest.mark.smoke
 def test_the_demo_for_two_steps(tmp_path: Path) -> None:
     data, directory, members = tmp_path / "data", tmp_path / "run", tmp_path / "members"
     succeed("data", "stdlib", "--out", data, "--max-bytes", "2000000")
@@ -45,20 +43,18 @@ def test_the_demo_for_two_steps(tmp_path: Path) -> None:
     assert "small" in succeed("report", directory)
 
 
-@pytest.mark.smoke
 def test_a_plan_masked_sliced_and_extracted(parallel: Any) -> None:
     model, space, handle, shape = build_family(parallel)
     plan = narrowed(space, None)
     masked, _ = run(model, handle, plan, "mask")
     sliced, _ = run(model, handle, plan, "slice")
-    small = build_hybrid(resize(shape, plan), parallel)
+    small = build_model(resize(shape, plan), parallel)
     scatter_tensors(small, unstack_experts(dict(extract(stack_experts(gather_tensors(model)).items(), shape, space, plan))))
     extracted, _ = forward_backward(small)
     assert relative(run(model, handle, None, "slice")[0], sliced) > 1e-2, "the plan changes nothing"
     assert max(relative(masked, sliced), relative(extracted, sliced)) < 1e-5
 
 
-@pytest.mark.smoke
 def test_the_full_budget_is_the_parent_bit_for_bit(parallel: Any) -> None:
     model, space, handle, _ = build_family(parallel)
     elastic = [run(model, handle, plan, mode) for plan in (None, space.parent) for mode in ("mask", "slice")]

@@ -21,11 +21,10 @@ import dacite
 from megatron_elastic.axes import AxisSpec, ElasticAxis, ElasticSpace, SubmodelPlan
 from megatron_elastic.config import to_plain
 from megatron_elastic.errors import CheckpointError
+from megatron_elastic.formats import CHECKPOINT
 from megatron_elastic.recipe_files import flatten
-from megatron_elastic.shape import ModelShape
+from megatron_elastic.shape import AXES, ModelShape, layers_of_axis, parent_plan
 
-CHECKPOINT_FORMAT_VERSION = 1
-"""Version of megatron_elastic.json; a checkpoint of another version is refused."""
 DESCRIPTION = "megatron_elastic.json"
 """Name of the description inside a checkpoint."""
 LATEST = "latest"
@@ -92,22 +91,20 @@ def open_checkpoint(path: Path) -> CheckpointInfo:
             raise CheckpointError(f"checkpoint {str(path)!r} is half-written: {DESCRIPTION} is missing; use an earlier one")
         raise CheckpointError(f"{str(path)!r} is not a checkpoint: it has no {DESCRIPTION}")
     data = _read_description(file)
-    if data.get("format_version") != CHECKPOINT_FORMAT_VERSION:
-        raise CheckpointError(
-            f"checkpoint {str(path)!r} has format_version {data.get('format_version')!r}, not {CHECKPOINT_FORMAT_VERSION}; "
-            "write it again with this release"
-        )
+    CHECKPOINT.check(data, f"checkpoint {str(path)!r}")
     missing = _missing_files(path, data)
     if missing:
         raise CheckpointError(f"checkpoint {str(path)!r} is half-written: {', '.join(missing)}; use an earlier one")
     try:
-        shape = dacite.from_dict(ModelShape, data["shape"], dacite.Config(strict=True))
+        shape = dacite.from_dict(ModelShape, data["shape"], dacite.Config(strict=True, cast=[tuple]))
+        space = None if data["space"] is None else _decode_space(data["space"], shape)
+        plans = {name: SubmodelPlan.from_dict(plan) for name, plan in data["plans"].items()}
         return CheckpointInfo(
             path=path,
             kind=CheckpointKind(data["kind"]),
             shape=shape,
-            space=None if data["space"] is None else _decode_space(data["space"]),
-            plans={name: SubmodelPlan.from_dict(plan) for name, plan in data["plans"].items()},
+            space=space,
+            plans={name: plan if space is None else space.completed(plan) for name, plan in plans.items()},
             provenance=data["provenance"],
         )
     except (KeyError, ValueError, TypeError, dacite.DaciteError) as error:
@@ -133,10 +130,17 @@ def _missing_files(path: Path, data: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _decode_space(data: Mapping[str, Any]) -> ElasticSpace:
+def _decode_axis(data: Mapping[str, Any], shape: ModelShape) -> AxisSpec:
+    """An axis; what follows from the shape is not read, so that checkpoints from before axes could be per layer stay readable."""
+    axis = ElasticAxis(data["axis"])
+    layers, sharded = layers_of_axis(shape, axis), AXES[axis].sharded
+    return AxisSpec(axis, tuple(data["choices"]), data["groups"], layers, data.get("per_layer", False), sharded)
+
+
+def _decode_space(data: Mapping[str, Any], shape: ModelShape) -> ElasticSpace:
     return ElasticSpace(
-        axes=tuple(AxisSpec(ElasticAxis(spec["axis"]), tuple(spec["choices"]), spec["groups"]) for spec in data["axes"]),
-        parent=SubmodelPlan.from_dict(data["parent"]),
+        axes=tuple(_decode_axis(spec, shape) for spec in data["axes"]),
+        parent=parent_plan(shape),
         drop_order=tuple(data["drop_order"]),
         shard_groups=data["shard_groups"],
     )
@@ -160,7 +164,7 @@ def write_description(temporary: Path, description: Description) -> None:
     """Describe the finished files of `temporary` and force everything to the disk."""
     files = sorted(file for file in temporary.iterdir() if file.is_file())
     data = {
-        "format_version": CHECKPOINT_FORMAT_VERSION,
+        **CHECKPOINT.stamp,
         "kind": description.kind,
         "shape": to_plain(description.shape),
         "space": None if description.space is None else {**to_plain(description.space), "parent": description.space.parent.to_dict()},

@@ -22,7 +22,7 @@ from megatron_elastic.axes import ElasticSpace, SubmodelPlan
 from megatron_elastic.checkpoint.files import CheckpointKind, Description, new_checkpoint, open_checkpoint
 from megatron_elastic.checkpoint.streams import DeferredErrors
 from megatron_elastic.errors import CheckpointError, raise_all
-from megatron_elastic.layout import full_shapes
+from megatron_elastic.layout import full_shapes, layer_of
 from megatron_elastic.shape import ModelShape
 
 _NOT_WEIGHTS = ("optimizer.", "common_state/")
@@ -38,8 +38,9 @@ def parts_of(name: str, shape: ModelShape) -> dict[str, int]:
     """
     if ".mixer.in_proj.weight" not in name and ".mixer.conv1d." not in name:
         return {name: 0}
-    mamba = shape.mamba
-    assert mamba is not None
+    layer = layer_of(name)
+    assert layer is not None
+    mamba: Any = shape.at(layer).mamba
     inner, states = mamba.heads * mamba.head_dim, mamba.groups * mamba.state
     parts = {"x": inner, "B": states, "C": states}
     if ".mixer.in_proj." in name:

@@ -20,7 +20,7 @@ from megatron_elastic import __version__
 from megatron_elastic.errors import ElasticError
 
 PROGRAM = "megatron-elastic"
-COMMANDS = ("data", "train", "plan", "validate", "extract", "verify", "report")
+COMMANDS = ("data", "train", "plan", "validate", "extract", "verify", "generate", "report")
 """Modules of this package, in the order in which `--help` lists them."""
 
 EXIT_USER_ERROR = 2

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_elastic.cli.plan import axis_text
 from megatron_elastic.config import load_recipe
 from megatron_elastic.cost import active_params, total_params, widths_of
 from megatron_elastic.errors import ConfigError, raise_all
@@ -42,9 +43,9 @@ def summary(recipe: Recipe, source: str) -> list[str]:
         f"parent: {total_params(model, widths):,} parameters, {active_params(model, widths):,} active, {model.num_layers} layers",
     ]
     if recipe.elastic is not None:
-        lines.append(
-            f"budgets: {', '.join(recipe.elastic.budgets)}; elastic axes: {', '.join(recipe.elastic.axes)}; cost: {recipe.elastic.cost}"
-        )
+        space = recipe.space
+        axes = ", ".join(axis_text(spec) for spec in space.axes) if space else ""
+        lines.append(f"budgets: {', '.join(recipe.elastic.budgets)}; elastic axes: {axes}; cost: {recipe.elastic.cost}")
     for stage in recipe.stages:
         tokens = stage.total_steps * stage.global_batch_size * stage.sequence_length
         kind = "elastic" if stage.elastic else "parent"

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from megatron_elastic.formats import VERIFY
+
 if TYPE_CHECKING:
     from megatron_elastic.export.verify import Agreement
 
 VERIFY_FILE = "verify.json"
-VERIFY_FORMAT_VERSION = 1
 
 
 def command(
@@ -46,14 +49,18 @@ def command(
         parallel.destroy()
     _print(agreements)
     if (source / "checkpoints").is_dir():
-        rows = {name: {slot: getattr(agreement, slot) for slot in agreement.__slots__} for name, agreement in agreements.items()}
-        content = {"format_version": VERIFY_FORMAT_VERSION, "checkpoint": checkpoint.name, "budgets": rows}
-        (source / VERIFY_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_agreements(source / VERIFY_FILE, checkpoint.name, agreements)
     failed = [name for name, agreement in agreements.items() if not agreement.holds]
     if failed:
         raise CheckpointError(
             f"{', '.join(failed)}: logits differ by more than {TOLERANCE}; the member is not the family's, extract it again"
         )
+
+
+def write_agreements(file: Path, checkpoint: str, agreements: Mapping[str, Agreement]) -> None:
+    """Write verify.json: budget -> what was measured, and the name of the checkpoint it was measured on."""
+    content = {**VERIFY.stamp, "checkpoint": checkpoint, "budgets": {name: asdict(found) for name, found in agreements.items()}}
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _verify(checkpoint: Path, plans: dict[str, Any], members: Path | None, parallel: Any, text: list[Any]) -> dict[str, Agreement]:

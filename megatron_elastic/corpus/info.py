@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_elastic.errors import DataError, raise_all
+from megatron_elastic.formats import DATA
 
-DATA_FORMAT_VERSION = 1
-"""Version of data.json; a directory of another version is refused."""
 DESCRIPTION = "data.json"
 """Name of the file beside the splits."""
 SPLITS = ("train", "valid")
@@ -64,11 +63,11 @@ def open_data(path: Path | str, vocab_size: int | None = None) -> DataInfo:
         raise DataError(f"data.path {str(path)!r} {what}; write one with: megatron-elastic data SOURCE --out {path}")
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-        version = data["format_version"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
-        raise DataError(f"{file} is not a description of data; write the directory again with: megatron-elastic data") from None
-    if version != DATA_FORMAT_VERSION:
-        raise DataError(f"{file}: format_version {version!r} is not {DATA_FORMAT_VERSION}; write the directory again with this release")
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        data = None
+    if not isinstance(data, dict):
+        raise DataError(f"{file} is not a description of data; write the directory again with: megatron-elastic data")
+    DATA.check(data, str(file))
     info = _decode(path, data)
     raise_all(DataError, _problems(info, data["bytes_per_token"], vocab_size), f"data.path {str(path)!r}")
     return info

@@ -56,24 +56,27 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A `tokenizer.json` of the `tokenizers` library.
 
-    path: the file, or a directory that holds it. eod: the word that ends a document; None: `eos_token` of the
+    path: the file, or a directory that holds it. eod: the word that ends a document, or its id; None: `eos_token` of the
     tokenizer_config.json beside it. Special words inside a text are encoded as plain text, so a document cannot end itself.
     Raises DataError when the library, the file or the word is missing.
     """
 
-    def __init__(self, path: Path, eod: str | None = None) -> None:
+    def __init__(self, path: Path, eod: str | int | None = None) -> None:
         file = path / "tokenizer.json" if path.is_dir() else path
         self.name = str(path)
         self._tokenizer = _read_tokenizer(file)
         self._tokenizer.encode_special_tokens = True
-        word = eod if eod is not None else _eos_word(file.parent / "tokenizer_config.json")
+        self.eod = eod if isinstance(eod, int) else self._id_of(eod, file.parent / "tokenizer_config.json")
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    def _id_of(self, eod: str | None, config: Path) -> int:
+        word = eod if eod is not None else _eos_word(config)
         if word is None:
-            raise DataError(f"tokenizer {str(path)!r} does not say which word ends a document; name it with --eod")
+            raise DataError(f"tokenizer {self.name!r} does not say which word ends a document; name it with --eod")
         number = self._tokenizer.token_to_id(word)
         if number is None:
-            raise DataError(f"tokenizer {str(path)!r} has no word {word!r} to end a document with; name another with --eod")
-        self.eod = number
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+            raise DataError(f"tokenizer {self.name!r} has no word {word!r} to end a document with; name another with --eod")
+        return number
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Ids of `text` [tokens], without the words a template would add."""
@@ -84,14 +87,15 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
 
 
-def open_tokenizer(name: str, eod: str | None = None) -> Tokenizer:
+def open_tokenizer(name: str, eod: str | int | None = None) -> Tokenizer:
     """The tokenizer called `name`: `byte`, or the path of a tokenizer.json or of a directory with one.
 
-    Raises DataError when it cannot be read, or when the byte tokenizer is asked to use another end-of-document word.
+    eod: the word that ends a document, or its id; None: the tokenizer's own.
+    Raises DataError when it cannot be read, or when the byte tokenizer is asked to end documents otherwise.
     """
     if name != BYTE_TOKENIZER:
         return HuggingFaceTokenizer(Path(name), eod)
-    if eod is not None:
+    if eod not in (None, ByteTokenizer.eod):
         raise DataError(f"--eod {eod!r} needs a Hugging Face tokenizer; the byte tokenizer ends documents with id {ByteTokenizer.eod}")
     return ByteTokenizer()
 

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_elastic.corpus.info import DATA_FORMAT_VERSION, DESCRIPTION, SPLITS, DataInfo, open_data
+from megatron_elastic.corpus.info import DESCRIPTION, SPLITS, DataInfo, open_data
 from megatron_elastic.corpus.sources import DEFAULT_INCLUDE, Document, TextFile, find_files, is_held_out, limit_bytes, read_documents
 from megatron_elastic.corpus.tokenizer import BYTE_TOKENIZER, Tokenizer, open_tokenizer
 from megatron_elastic.errors import DataError
+from megatron_elastic.formats import DATA
 
 if TYPE_CHECKING:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -189,7 +190,7 @@ def _tokens(document: Document, tokenizer: Tokenizer) -> np.ndarray:
 
 def _describe(options: CorpusOptions, tokenizer: Tokenizer, corpus: _Corpus, held_out: Sequence[str]) -> dict[str, Any]:
     return {
-        "format_version": DATA_FORMAT_VERSION,
+        **DATA.stamp,
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,

@@ -7,7 +7,9 @@ tokens of the global batch, never by a micro batch's own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +17,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from megatron_elastic.errors import ConfigError, raise_all
+
+WIDENED_WORDS = 8192
+"""Words whose rows of a bf16 output weight exist in fp32 at a time."""
 
 
 class OutputLoss(NamedTuple):
@@ -93,6 +98,31 @@ class _Inputs:
         return found
 
 
+# Products with an output weight in a narrower type: bf16 values are exact in fp32, so widening the weight gives the fp32 logits of what
+# is stored. Done block by block, because the whole weight in fp32 would be twice the size of the weight itself.
+
+
+def _widened(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Rows of `weight` in `dtype` with their place: all of them at once when they have that type already."""
+    step = weight.shape[0] if weight.dtype == dtype else WIDENED_WORDS
+    for start in range(0, weight.shape[0], step):
+        block = slice(start, start + step)
+        yield block, weight[block].to(dtype)
+
+
+def _logits(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """states [tokens, d] times weight [words, d] transposed, in the type of `states`."""
+    logits = states.new_empty(states.shape[0], weight.shape[0])
+    for block, rows in _widened(weight, states.dtype):
+        torch.mm(states, rows.T, out=logits[:, block])
+    return logits
+
+
+def _back_to_states(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """grad [tokens, words] times weight [words, d], in the type of `grad`."""
+    return reduce(torch.Tensor.add_, (grad[:, block] @ rows for block, rows in _widened(weight, grad.dtype)))
+
+
 # The vocabulary is reduced in these three functions and nowhere else: what a vocabulary sharded over ranks has to replace.
 
 
@@ -142,24 +172,25 @@ class _ChunkedOutputLoss(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if want_weight else None
         # Padded rows are left out of the product: the same as logits of -inf, without computing them.
-        words = weight[: terms.vocab_size].to(dtype)
-        teacher_words = None if inputs.teacher_weight is None else inputs.teacher_weight[: terms.vocab_size].to(dtype)
+        words = weight[: terms.vocab_size]
+        teacher_words = None if inputs.teacher_weight is None else inputs.teacher_weight[: terms.vocab_size]
         kl = ce = torch.zeros((), dtype=dtype, device=hidden.device)
         for start in range(0, hidden.shape[0], terms.chunk_tokens):
             rows = slice(start, start + terms.chunk_tokens)
             mask = inputs.loss_mask[rows].to(dtype)
             states = _masked(hidden[rows], mask)
-            logits = states @ words.T
+            logits = _logits(states, words)
             grad = torch.zeros_like(logits) if want_hidden or want_weight else None
             log_q = _log_softmax(logits)
             if inputs.targets is not None:
                 ce = ce + _cross_entropy(log_q, inputs.targets[rows], mask, terms.ce_weight, grad)
             if inputs.teacher_hidden is not None and teacher_words is not None:
-                log_p = _log_softmax(_masked(inputs.teacher_hidden[rows], mask) @ teacher_words.T / terms.temperature)
+                teacher_logits = _logits(_masked(inputs.teacher_hidden[rows], mask), teacher_words)
+                log_p = _log_softmax(teacher_logits / terms.temperature)
                 log_q = log_q if terms.temperature == 1.0 else _log_softmax(logits / terms.temperature)
                 kl = kl + _distillation(log_q, log_p, mask, terms, grad)
             if grad is not None and grad_hidden is not None:
-                grad_hidden[rows] = grad @ words
+                grad_hidden[rows] = _back_to_states(grad, words)
             if grad is not None and grad_weight is not None:
                 grad_weight[: terms.vocab_size].addmm_(grad.T, states)
         ctx.save_for_backward(grad_hidden, grad_weight)

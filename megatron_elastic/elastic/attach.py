@@ -18,37 +18,51 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_elastic.axes import ElasticAxis, ElasticSpace, SubmodelPlan
 from megatron_elastic.elastic import modules
 from megatron_elastic.elastic.decision import Decision, Mode, Slot, hard_decision
 from megatron_elastic.elastic.linear import ElasticColumnLinear, ElasticRowLinear, LinearSite
+from megatron_elastic.elastic.refusals import config_problems, slice_problems
+from megatron_elastic.elastic.router_module import ElasticAlltoAllDispatcher, ElasticTopKRouter
 from megatron_elastic.errors import ConfigError, UnsupportedError, raise_all
 from megatron_elastic.layout import Dim, axis_groups, dims_of
-from megatron_elastic.models.local_layers import LayerNormColumnParallelLinear, LocalRMSNorm
+from megatron_elastic.models.local_layers import LayerNormColumnParallelLinear, LocalLayerNorm, LocalRMSNorm
 from megatron_elastic.parallel import ParallelContext
+from megatron_elastic.platform.te import transformer_engine
 from megatron_elastic.platform.versions import canonical_name, conv_owner, hybrid_classes
-from megatron_elastic.shape import AXES, ModelShape
+from megatron_elastic.shape import ModelShape
 
-LINEARS: Mapping[type, type] = {
-    ColumnParallelLinear: ElasticColumnLinear,
-    LayerNormColumnParallelLinear: modules.ElasticNormLinear,
-    RowParallelLinear: ElasticRowLinear,
-}
-OTHERS: Mapping[type, type] = {
+COLUMNS: dict[type, type] = {ColumnParallelLinear: ElasticColumnLinear}
+NORM_COLUMNS: dict[type, type] = {LayerNormColumnParallelLinear: modules.ElasticNormLinear}
+ROWS: dict[type, type] = {RowParallelLinear: ElasticRowLinear}
+NORMS: dict[type, type] = {
     LocalRMSNorm: modules.ElasticRMSNorm,
-    VocabParallelEmbedding: modules.ElasticEmbedding,
+    LocalLayerNorm: modules.ElasticLayerNorm,
     ExtendedRMSNorm: modules.ElasticGatedNorm,
-    MambaMixer: modules.ElasticMambaMixer,
+}
+if transformer_engine() is not None:
+    from megatron_elastic.elastic import te  # its classes can be subclassed only where Transformer Engine is
+
+    COLUMNS |= te.COLUMNS
+    NORM_COLUMNS |= te.NORM_COLUMNS
+    ROWS |= te.ROWS
+    NORMS |= te.NORMS
+LINEARS = COLUMNS | NORM_COLUMNS | ROWS
+WRITERS: Mapping[type, type] = {
+    VocabParallelEmbedding: modules.ElasticEmbedding,
     SelfAttention: modules.ElasticSelfAttention,
     MLP: modules.ElasticMLP,
     MoELayer: modules.ElasticMoELayer,
-    TopKRouter: modules.ElasticTopKRouter,
     MambaLayer: modules.ElasticMambaLayer,
     TransformerLayer: modules.ElasticTransformerLayer,
     MLPLayer: modules.ElasticMLPLayer,
 }
+"""Modules that write to the residual stream, and the layers around them."""
+LAYERS = (MambaLayer, TransformerLayer, MLPLayer)
 
 _LOCAL_LAYER = re.compile(r"decoder\.layers\.(\d+)(\..*)?")
 _LOCAL_EXPERT = re.compile(r"experts\.local_experts\.\d+\.")
@@ -76,12 +90,15 @@ class ElasticHandle:
     def use(self, plan: SubmodelPlan | Decision | None, mode: Mode | str = Mode.SLICE) -> Iterator[None]:
         """Run forwards under a plan in mask or slice mode, under a router's decision, or as the parent (None).
 
-        Backwards need no context: what they use is kept by the graph. Raises PlanError for a plan outside the space.
+        Backwards need no context: what they use is kept by the graph. Raises PlanError for a plan outside the space and UnsupportedError
+        for a precision that cannot compute in cut widths.
         """
         if isinstance(plan, SubmodelPlan):
             decision = hard_decision(self.space, plan, Mode(mode), self.shape.num_layers)
         else:
             decision = plan
+        if decision is not None and decision.kept:
+            raise_all(UnsupportedError, slice_problems(self.model.config), "use")
         before, self._slot.decision = self._slot.decision, decision
         try:
             yield
@@ -109,109 +126,104 @@ class ElasticHandle:
             setattr(module, name, site)
 
 
-def elasticize(model: torch.nn.Module, space: ElasticSpace, parallel: ParallelContext, shape: ModelShape) -> ElasticHandle:
-    """Make a hybrid model from `build_hybrid` elastic in place and return the handle to use and undo it.
+def elasticize(
+    model: torch.nn.Module, space: ElasticSpace, parallel: ParallelContext, shape: ModelShape, *, expert_bias_rate: float = 0.0
+) -> ElasticHandle:
+    """Make a model from `build_model` elastic in place and return the handle to use and undo it.
 
-    Parameters, names and buffers do not change, so checkpoints stay the parent's. The selection bias of the experts is frozen
-    until `remove()`: megatron's own update would drive dropped experts up and kept ones down.
-    Raises ConfigError for a layout whose shards cut groups, and UnsupportedError naming every module, parameter or axis that could not be
-    attached; the model is left as it was.
+    Parameters, names and buffers do not change, so checkpoints stay the parent's. expert_bias_rate: how far megatron moves the selection
+    bias of the experts a step until `remove()`; 0 freezes it. Every microbatch counts only the experts that are alive in it: plain
+    counts over mixed budgets would drive dropped experts up and kept ones down until the full model is ruined.
+    Raises ConfigError for a layout whose shards cut groups, and UnsupportedError naming every setting, module, parameter or axis that could
+    not be attached; the model is left as it was.
     """
     raise_all(ConfigError, space.check_shards(parallel.tensor, parallel.expert), "elastic space")
-    raise_all(UnsupportedError, _unsupported(model, parallel), "elasticize")
+    raise_all(UnsupportedError, config_problems(model.config, space), "elasticize")
     handle = ElasticHandle(model, space, shape)
     try:
         for name, module in list(model.named_modules()):
-            _attach(handle, parallel, name, module)
+            _Attachment(handle, parallel, name, module).make()
         _check_complete(handle, parallel)
     except Exception:
         handle.remove()
         raise
     if model.config.num_moe_experts is not None:
-        model.config.moe_router_bias_update_rate = 0.0
+        model.config.moe_router_bias_update_rate = expert_bias_rate
     return handle
 
 
-def _unsupported(model: Any, parallel: ParallelContext) -> list[str]:
-    config, problems = model.config, []
-    if parallel.context > 1:
-        problems.append(f"parallel.context {parallel.context}: context parallelism is not elastic yet; use 1")
-    if config.recompute_granularity is not None:
-        problems.append(
-            f"recompute_granularity {config.recompute_granularity!r}: megatron's recompute would replay another microbatch's decision; use None"
-        )
-    if config.gradient_accumulation_fusion:
-        problems.append("gradient_accumulation_fusion: its kernel writes whole gradients; set it to False")
-    if config.num_moe_experts is not None:
-        if config.moe_router_score_function != "sigmoid" or not config.moe_router_enable_expert_bias:
-            problems.append(
-                f"moe_router_score_function {config.moe_router_score_function!r}: only sigmoid routers with an expert bias are elastic yet"
-            )
-        if config.moe_router_load_balancing_type != "none" or config.moe_z_loss_coeff is not None:
-            problems.append(
-                f"moe_router_load_balancing_type {config.moe_router_load_balancing_type!r}: auxiliary and z losses would count dropped experts; use 'none'"
-            )
-        if config.moe_router_num_groups or config.moe_router_fusion or config.moe_expert_capacity_factor is not None:
-            problems.append("group-limited routing, a fused router and expert capacity are not elastic yet; switch them off")
-    return problems
+class _Attachment:
+    """One module on its way to its elastic class. full: its name in the layout table (global layer number, experts stacked)."""
 
+    def __init__(self, handle: ElasticHandle, parallel: ParallelContext, name: str, module: Any) -> None:
+        self.handle, self.parallel, self.module, self.slot = handle, parallel, module, handle._slot
+        match = _LOCAL_LAYER.fullmatch(name)
+        self.layer = None if match is None else handle.model.decoder.layers[int(match[1])].layer_number - 1  # pyright: ignore
+        full = canonical_name(name if match is None else f"decoder.layers.{self.layer}{match[2] or ''}")
+        self.full = _LOCAL_EXPERT.sub("experts.experts.", full)
 
-def _attach(handle: ElasticHandle, parallel: ParallelContext, name: str, module: Any) -> None:
-    """Give one module its elastic class, if it has one and a place in a plan."""
-    kind = type(module)
-    match = _LOCAL_LAYER.fullmatch(name)
-    layer = None if match is None else handle.model.decoder.layers[int(match[1])].layer_number - 1  # pyright: ignore
-    full = canonical_name(name if match is None else f"decoder.layers.{layer}{match[2] or ''}")
-    full = _LOCAL_EXPERT.sub("experts.experts.", full)
-    slot = handle._slot
-    if kind in LINEARS:
-        site = _linear_site(handle, parallel, full, module)
-        extra = (
-            {"norm_site": modules.Site(slot, layer, _dims(handle, f"{full}.layer_norm_weight")[0])}
-            if kind is LayerNormColumnParallelLinear
-            else {}
-        )
-        handle._swap(module, LINEARS[kind], site=site, **extra)
-        _count(handle, site.rows, site.cols)
-    elif kind is TopKRouter:
-        rows, cols = _dims(handle, f"{full}.weight")
-        handle._swap(module, OTHERS[kind], site=modules.Site(slot, layer), linear_site=LinearSite(slot, rows, cols))
-        _count(handle, rows, cols)
-    elif kind is MLP and ".experts." in full:
-        return  # an expert: its linears are elastic, its layer writes to the residual stream
-    elif kind in (LocalRMSNorm, ExtendedRMSNorm):
-        dim = _dims(handle, f"{full}.weight")[0]
-        handle._swap(module, OTHERS[kind], site=modules.Site(slot, layer, dim, parallel.tensor if kind is ExtendedRMSNorm else 1))
-        _count(handle, dim)
-    elif kind in OTHERS:
-        handle._swap(module, OTHERS[kind], site=modules.Site(slot, layer))
-        if kind in (MambaLayer, TransformerLayer, MLPLayer):
-            handle.attached[ElasticAxis.LAYERS] += 1
+    def make(self) -> None:
+        """Give the module its elastic class, if it has one and a place in a plan."""
+        kind = type(self.module)
+        if kind in LINEARS:
+            self._linear(kind)
+        elif kind is TopKRouter:
+            rows, cols = self._dims("weight")
+            linear = LinearSite(self.slot, self.layer, rows, cols)
+            self.handle._swap(self.module, ElasticTopKRouter, site=modules.RouterSite(self.slot, self.layer, rows), linear_site=linear)
+            self._count(*rows.axes, *cols.axes, ElasticAxis.TOPK)
+        elif kind in NORMS:
+            site = self._site("weight", self.parallel.tensor if kind is ExtendedRMSNorm else 1)
+            self.handle._swap(self.module, NORMS[kind], site=site)
+            self._count(*site.dim.axes)
         elif kind is MambaMixer:
-            conv, heads = _dims(handle, f"{full}.conv1d.bias")[0], _dims(handle, f"{full}.A_log")[0]
-            sites = {
-                "conv_site": modules.Site(slot, layer, conv, parallel.tensor),
-                "heads_site": modules.Site(slot, layer, heads, parallel.tensor),
-            }
-            handle._swap(module.cp, modules.ElasticMambaContextParallel, **sites)
+            self._mixer()
+        elif kind in WRITERS and not (kind is MLP and ".experts." in self.full):  # an expert's output is its layer's to write
+            self.handle._swap(self.module, WRITERS[kind], site=modules.Site(self.slot, self.layer, self._hidden()))
+            if kind in LAYERS:
+                self._count(ElasticAxis.LAYERS)
+            elif kind is MoELayer and self.handle.space.spec(ElasticAxis.TOPK) is not None:
+                self._dispatcher()
 
+    def _linear(self, kind: type) -> None:
+        rows, cols = self._dims("weight")
+        shards = self.parallel.expert_tensor if ".experts.experts." in self.full else self.parallel.tensor
+        column = kind not in ROWS
+        # a Mamba mixer's axes are masked before its gated norm, not here
+        masks_input = not column and not self.full.endswith("mixer.out_proj")
+        row_shards, col_shards = (shards, 1) if column else (1, shards)
+        sites: dict[str, Any] = {"site": LinearSite(self.slot, self.layer, rows, cols, row_shards, col_shards, masks_input)}
+        if kind in NORM_COLUMNS:
+            sites["norm_site"] = self._site("layer_norm_weight")
+        self.handle._swap(self.module, LINEARS[kind], **sites)
+        self._count(*rows.axes, *cols.axes)
 
-def _dims(handle: ElasticHandle, name: str) -> tuple[Dim, ...]:
-    dims = dims_of(name, handle.shape, axis_groups(handle.space))
-    return dims[1:] if ".experts.experts." in name else dims
+    def _mixer(self) -> None:
+        ranks = self.parallel.tensor
+        conv, heads = self._site("conv1d.bias", ranks), self._site("A_log", ranks)
+        self.handle._swap(self.module.cp, modules.ElasticMambaContextParallel, conv_site=conv, heads_site=heads)
+        site = modules.Site(self.slot, self.layer, self._hidden())
+        state = modules.Site(self.slot, self.layer, Dim(conv.dim.segments[-1:]), ranks)  # z and x come first, C last
+        self.handle._swap(self.module, modules.ElasticMambaMixer, site=site, state_site=state)
 
+    def _dispatcher(self) -> None:
+        """megatron's all-to-all counts on topk experts for every token; the others ask the routing map."""
+        if type(self.module.token_dispatcher) is MoEAlltoAllTokenDispatcher:
+            self.handle._swap(self.module.token_dispatcher, ElasticAlltoAllDispatcher)
 
-def _linear_site(handle: ElasticHandle, parallel: ParallelContext, full: str, module: Any) -> LinearSite:
-    rows, cols = _dims(handle, f"{full}.weight")
-    shards = parallel.expert_tensor if ".experts.experts." in full else parallel.tensor
-    column = isinstance(module, ColumnParallelLinear)
-    return LinearSite(handle._slot, rows, cols, shards if column else 1, 1 if column else shards)
+    def _dims(self, parameter: str) -> tuple[Dim, ...]:
+        dims = dims_of(f"{self.full}.{parameter}", self.handle.shape, axis_groups(self.handle.space))
+        return dims[1:] if ".experts.experts." in self.full else dims
 
+    def _site(self, parameter: str, shards: int = 1) -> modules.Site:
+        return modules.Site(self.slot, self.layer, self._dims(parameter)[0], shards)
 
-def _count(handle: ElasticHandle, *dims: Dim) -> None:
-    elastic = {spec.axis for spec in handle.space.axes}
-    found = {segment.axis for dim in dims for segment in dim.segments if segment.axis in elastic}
-    handle.attached.update(axis for axis in found if axis is not None)
+    def _hidden(self) -> Dim:
+        return dims_of("embedding.word_embeddings.weight", self.handle.shape, axis_groups(self.handle.space))[1]
+
+    def _count(self, *axes: ElasticAxis) -> None:
+        elastic = {spec.axis for spec in self.handle.space.axes}
+        self.handle.attached.update(elastic & set(axes))
 
 
 def _check_complete(handle: ElasticHandle, parallel: ParallelContext) -> None:
@@ -223,16 +235,17 @@ def _check_complete(handle: ElasticHandle, parallel: ParallelContext) -> None:
         for name, module in handle.model.named_modules()
         if any(True for _ in module.parameters(recurse=False)) and id(module) not in owners | conv
     ]
-    letters = {handle.shape.layer_pattern[layer.layer_number - 1] for layer in handle.model.decoder.layers}  # pyright: ignore
+    mine = {layer.layer_number - 1 for layer in handle.model.decoder.layers}  # pyright: ignore
     for spec in handle.space.axes:
-        letter = AXES[spec.axis].letter
-        if (not letter or letter in letters) and letters and not handle.attached[spec.axis]:
+        expected = not spec.layers or mine & set(spec.layers)
+        if expected and mine and not handle.attached[spec.axis]:
             problems.append(f"axis {spec.axis.value!r} was attached to no module of this model")
-    if not isinstance(handle.model.decoder, hybrid_classes().stack):
+    if not isinstance(handle.model.decoder, (hybrid_classes().stack, TransformerBlock)):
         problems.append(f"the layer stack {type(handle.model.decoder).__name__} has no elastic form")
     elif parallel.pipeline > 1:
         stack = _pipeline_stack(type(handle.model.decoder))
-        handle._swap(handle.model.decoder, stack, site=modules.Site(handle._slot))
+        hidden = _Attachment(handle, parallel, "decoder", handle.model.decoder)._hidden()
+        handle._swap(handle.model.decoder, stack, site=modules.Site(handle._slot, None, hidden))
     raise_all(UnsupportedError, problems, "elasticize")
 
 
@@ -246,13 +259,11 @@ def _pipeline_stack(kind: Any) -> type:
 
         def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             """[s, b, parent's hidden] in and out, except at the ends of the pipeline."""
-            decision = self.site.sliced
-            kept = None if decision is None else decision.hidden_kept()
-            if kept is not None and not self.pre_process:
+            kept = self.site.share(ElasticAxis.HIDDEN, self.config.hidden_size)
+            cut = self.config.hidden_size - kept
+            if cut and not self.pre_process:
                 self.input_tensor = self.input_tensor[..., :kept]
             output = super().forward(hidden_states, *args, **kwargs)
-            if kept is not None and not self.post_process:
-                output = F.pad(output, (0, self.config.hidden_size - kept))
-            return output
+            return F.pad(output, (0, cut)) if cut and not self.post_process else output
 
     return ElasticStack

@@ -20,8 +20,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
-from megatron_elastic.axes import ElasticAxis
-from megatron_elastic.elastic.decision import Decision, Mode, Slot
+from megatron_elastic.elastic.decision import Slot
 from megatron_elastic.layout import Dim, Runs
 from megatron_elastic.runs import add_selected, num_kept, select, select_matrix
 
@@ -83,32 +82,31 @@ def elastic_matmul(x: torch.Tensor, weight: torch.Tensor, rows: Runs | None, col
 class LinearSite:
     """What an elastic linear knows of itself.
 
-    rows, cols: its dims in the layout table; row_shards, col_shards: how many ranks share each.
+    layer: its global layer number (from 0), None outside the layers; rows, cols: its dims in the layout table; row_shards, col_shards:
+    how many ranks share each; masks_input: whether its input is the mask point of the axes of its columns.
     """
 
     slot: Slot
+    layer: int | None
     rows: Dim
     cols: Dim
     row_shards: int = 1
     col_shards: int = 1
+    masks_input: bool = False
 
     def kept(self) -> tuple[Runs | None, Runs | None]:
-        """Kept rows and columns of this rank's shard; None where everything is kept."""
+        """Computed rows and columns of this rank's shard; None where all are."""
         decision = self.slot.decision
-        if decision is None or decision.mode is Mode.MASK:
+        if decision is None:
             return None, None
-        return decision.runs(self.rows, self.row_shards), decision.runs(self.cols, self.col_shards)
+        return decision.runs(self.rows, self.layer, self.row_shards), decision.runs(self.cols, self.layer, self.col_shards)
 
     def masked_input(self, x: torch.Tensor) -> torch.Tensor:
         """The input times the weights of its axis: the mask point of ffn, moe_ffn, shared_ffn and heads."""
-        decision, segment = self.slot.decision, self.cols.segments[0]
-        if decision is None or segment.axis is None or segment.axis in (ElasticAxis.HIDDEN, ElasticAxis.MAMBA_HEADS):
+        decision = self.slot.decision
+        if decision is None or not self.masks_input:
             return x
-        groups = segment.groups // self.col_shards
-        if segment.axis not in decision.weights:
-            return x
-        unit = x.shape[-1] // groups // decision.weights[segment.axis].numel()
-        vector = decision.vector(segment.axis, unit, groups, x)
+        vector = decision.vector(self.cols, self.layer, self.col_shards, x)
         return x if vector is None else x * vector
 
 
@@ -161,9 +159,3 @@ class ElasticRowLinear(RowParallelLinear):
         if bias is not None and not self.skip_bias_add:
             return output + bias, None
         return output, bias
-
-
-def rms_scale(decision: Decision | None, like: torch.Tensor) -> torch.Tensor | None:
-    """sqrt(d/D) of the residual norms in mask mode; None when the residual stream is whole."""
-    share = None if decision is None else decision.alive_share(ElasticAxis.HIDDEN, like)
-    return None if share is None else share.sqrt().to(like.dtype)

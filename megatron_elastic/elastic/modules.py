@@ -16,21 +16,21 @@ import torch
 import torch.nn.functional as F
 from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
 from megatron.core.ssm.mamba_layer import MambaLayer
-from megatron.core.ssm.mamba_mixer import ExtendedRMSNorm, MambaMixer
+from megatron.core.ssm.mamba_mixer import ExtendedRMSNorm, MambaMixer, causal_conv1d_fn, mamba_chunk_scan_combined
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_elastic.axes import ElasticAxis
-from megatron_elastic.elastic.decision import Decision, Mode, Slot
-from megatron_elastic.elastic.linear import ElasticColumnLinear, LinearSite, rms_scale
+from megatron_elastic.elastic.decision import Slot
+from megatron_elastic.elastic.linear import ElasticColumnLinear
 from megatron_elastic.layout import Dim
-from megatron_elastic.models.local_layers import LayerNormColumnParallelLinear, LocalRMSNorm
-from megatron_elastic.runs import select, select_matrix
+from megatron_elastic.models.local_layers import LayerNormColumnParallelLinear, LocalLayerNorm, LocalRMSNorm
+from megatron_elastic.platform.versions import sequence_index
+from megatron_elastic.runs import select
 
 
 @dataclass(frozen=True)
@@ -41,65 +41,137 @@ class Site:
     """
 
     slot: Slot
-    layer: int | None = None
-    dim: Dim | None = None
+    layer: int | None
+    dim: Dim
     shards: int = 1
 
-    @property
-    def sliced(self) -> Decision | None:
-        """The decision if it is in slice mode."""
-        decision = self.slot.decision
-        return decision if decision is not None and decision.mode is Mode.SLICE else None
-
-    @property
-    def masked(self) -> Decision | None:
-        """The decision if it is in mask mode."""
-        decision = self.slot.decision
-        return decision if decision is not None and decision.mode is Mode.MASK else None
-
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The entries of dim 0 of `tensor` that slice mode keeps; the tensor itself otherwise."""
-        decision = self.sliced
-        return tensor if decision is None or self.dim is None else select(tensor, 0, decision.runs(self.dim, self.shards))
+        """The entries of dim 0 of `tensor` that are computed."""
+        decision = self.slot.decision
+        return tensor if decision is None else select(tensor, 0, decision.runs(self.dim, self.layer, self.shards))
 
-    def write_scale(self, like: torch.Tensor) -> torch.Tensor | None:
-        """What a write to the residual stream is multiplied by in mask mode: hidden weights times the layer's gate; None for 1."""
-        decision = self.masked
+    def vector(self, like: torch.Tensor) -> torch.Tensor | None:
+        """What the computed entries of the dim are multiplied by; None for ones."""
+        decision = self.slot.decision
+        return None if decision is None else decision.vector(self.dim, self.layer, self.shards, like)
+
+    def alive_share(self, like: torch.Tensor) -> torch.Tensor | None:
+        """d/D of a norm over the dim (0-d, fp32); None for 1."""
+        decision = self.slot.decision
+        return None if decision is None else decision.alive_share(self.dim, self.layer, self.shards, like)
+
+    def share(self, axis: ElasticAxis, whole: int) -> int:
+        """What a decision computes of `whole` entries that belong to `axis`."""
+        decision = self.slot.decision
         if decision is None:
-            return None
-        scale = decision.vector(ElasticAxis.HIDDEN, 1, 1, like)
-        if decision.survival is None or self.layer is None:
-            return scale
-        gate = decision.survival[self.layer].to(device=like.device, dtype=like.dtype)
-        return gate if scale is None else scale * gate
+            return whole
+        width, parent = decision.width(axis, self.layer)
+        return whole * width // parent
+
+    def written(self, output: torch.Tensor) -> torch.Tensor:
+        """A write to the residual stream (`dim` is hidden): times the weights of its channels and the layer's gate."""
+        decision, vector = self.slot.decision, self.vector(output)
+        gate = None if decision is None else decision.gate(self.layer, output)
+        scale = gate if vector is None else vector if gate is None else vector * gate
+        return output if scale is None else output * scale
+
+    @property
+    def skipped(self) -> bool:
+        """Whether this layer is not computed."""
+        return self.slot.decision is not None and self.layer in self.slot.decision.skipped
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float, scale: torch.Tensor | None) -> torch.Tensor:
-    """RMS norm over the last dim; `scale` = sqrt(d/D) makes a norm over D channels of which d are alive that of the small model."""
-    if scale is None:
+@dataclass(frozen=True)
+class RouterSite:
+    """What the router of a mixture of experts knows of itself. layer: its global layer number (from 0); experts: its rows."""
+
+    slot: Slot
+    layer: int | None
+    experts: Dim
+
+    def expert_weights(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Weights [experts] in fp32, zero for those that are cut, the same on every rank; None for ones."""
+        decision = self.slot.decision
+        return None if decision is None else decision.numbered(self.experts, self.layer, like)
+
+    def rank_weights(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Weights [topk] in fp32 of the chosen experts in the order they are chosen; None for ones."""
+        decision = self.slot.decision
+        return None if decision is None else decision.component_weights(ElasticAxis.TOPK, self.layer, like)
+
+    def gate(self, like: torch.Tensor) -> torch.Tensor | None:
+        """What the layer's output is multiplied by (0-d); None for 1."""
+        decision = self.slot.decision
+        return None if decision is None else decision.gate(self.layer, like)
+
+
+def masked_layer_norm(x: torch.Tensor, vector: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """LayerNorm over the channels of x [..., D] that are alive, in fp32: that of the small model when `vector` [D] is zeros and ones.
+
+    Every write to x was multiplied by w = `vector`, so x = w y. Mean and variance are those of y under weights w^2 (d = sum of w^2),
+    as for the RMS norm, and the output is w times the norm of y: a channel that is not alive gives zero, its bias too.
+    """
+    values, w = x.float(), vector.float()
+    alive = w.square().sum()
+    mean = (values * w).sum(-1, keepdim=True) / alive
+    centered = values - w * mean
+    variance = centered.square().sum(-1, keepdim=True) / alive
+    return (centered * torch.rsqrt(variance + eps) * weight + w * bias).to(x.dtype)
+
+
+def rms_norm(x: torch.Tensor, share: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm over the channels of x [..., D] of which the share d/D is alive: that of the small model of d channels.
+
+    RMS over D of x * sqrt(D/d) is RMS over d of x; the output is scaled back, so that eps stays (it is a float inside fused kernels).
+    """
+    if share is None:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    return F.rms_norm(x / scale, (x.shape[-1],), weight, eps) * scale
+    scale, values = share.sqrt(), x.float()
+    return (F.rms_norm(values / scale, (x.shape[-1],), weight.float(), eps) * scale).to(x.dtype)
 
 
 class ElasticRMSNorm(LocalRMSNorm):
-    """RMS norm over the residual stream."""
+    """RMS norm over the residual stream (or over a head, whose channels are no axis)."""
 
     site: Site
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., kept hidden] -> the same."""
-        return _norm(x, self.site.cut(self.weight), self.eps, rms_scale(self.site.masked, x))
+        return rms_norm(x, self.site.alive_share(x), self.site.cut(self.weight), self.eps)
+
+
+class ElasticLayerNorm(LocalLayerNorm):
+    """LayerNorm over the residual stream (or over a head, whose channels are no axis)."""
+
+    site: Site
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., kept hidden] -> the same."""
+        return layer_norm(x, self.site, self.weight, self.bias, self.eps)
+
+
+def layer_norm(x: torch.Tensor, site: Site, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """LayerNorm over the computed channels of x [..., kept hidden], by the decision of `site`."""
+    weight, bias, vector = site.cut(weight), site.cut(bias), site.vector(x)
+    if vector is None:
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+    return masked_layer_norm(x, vector, weight, bias, eps)
 
 
 class ElasticNormLinear(ElasticColumnLinear, LayerNormColumnParallelLinear):
-    """RMS norm over the residual stream, then a column-parallel linear."""
+    """Norm over the residual stream, then a column-parallel linear."""
 
     norm_site: Site
 
     def forward(self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
         """[s, b, kept hidden] -> ([s, b, kept rows], bias to be added later)."""
-        normed = _norm(input_, self.norm_site.cut(self.layer_norm_weight), self.eps, rms_scale(self.norm_site.masked, input_))
-        return ElasticColumnLinear.forward(self, normed, weight, runtime_gather_output)
+        return ElasticColumnLinear.forward(self, self.normalize(input_), weight, runtime_gather_output)
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm alone: x [..., kept hidden]."""
+        if self.layer_norm_bias is not None:
+            return layer_norm(x, self.norm_site, self.layer_norm_weight, self.layer_norm_bias, self.eps)
+        return rms_norm(x, self.norm_site.alive_share(x), self.norm_site.cut(self.layer_norm_weight), self.eps)
 
 
 class ElasticEmbedding(VocabParallelEmbedding):
@@ -110,21 +182,17 @@ class ElasticEmbedding(VocabParallelEmbedding):
     @property
     def weight(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         """[rows of this rank, kept hidden]."""
-        decision = self.site.sliced
-        kept = None if decision is None else decision.hidden_kept()
         whole = self._parameters["weight"]
         assert whole is not None
-        return whole if kept is None else whole.narrow(1, 0, kept)
+        return whole.narrow(1, 0, self.site.share(ElasticAxis.HIDDEN, whole.shape[1]))
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Tokens [b, s] -> their embeddings in kept channels."""
-        output = super().forward(input_)
-        scale = self.site.write_scale(output)
-        return output if scale is None else output * scale
+        return self.site.written(super().forward(input_))
 
 
 class ElasticGatedNorm(ExtendedRMSNorm):
-    """The Mamba mixer's norm over each SSM group: its input is the mask point of mamba_heads."""
+    """The Mamba mixer's norm over each SSM group: its input is the mask point of mamba_heads and mamba_head_dim."""
 
     site: Site
 
@@ -138,23 +206,19 @@ class ElasticGatedNorm(ExtendedRMSNorm):
     @property
     def group_size(self) -> int:
         """Kept channels of one SSM group."""
-        whole, decision = self.__dict__["group_size"], self.site.sliced
-        kept, parent = (1, 1) if decision is None else decision.kept.get(ElasticAxis.MAMBA_HEADS, (1, 1))
-        return whole * kept // parent
+        heads = self.site.share(ElasticAxis.MAMBA_HEADS, self.__dict__["group_size"])
+        return self.site.share(ElasticAxis.MAMBA_HEAD_DIM, heads)
 
     def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
         """[..., kept channels] -> the same."""
-        decision = self.site.masked
-        share = None if decision is None else decision.alive_share(ElasticAxis.MAMBA_HEADS, x)
-        if decision is None or share is None:
+        share = self.site.alive_share(x)
+        if share is None:
             return super().forward(x) if z is None else super().forward(x, z)
-        groups = x.shape[-1] // self.__dict__["group_size"]
-        unit = x.shape[-1] // groups // decision.weights[ElasticAxis.MAMBA_HEADS].numel()
-        scale = share.sqrt().to(x.dtype)
-        vector = decision.vector(ElasticAxis.MAMBA_HEADS, unit, groups, x)
+        scale, values = share.sqrt(), x.float()  # fp32 as the norm inside: the result is rounded once, as the small model's
+        vector = self.site.vector(values)
         assert vector is not None
-        masked = x * (vector / scale)
-        return (super().forward(masked) if z is None else super().forward(masked, z)) * scale
+        masked = values * (vector / scale)
+        return ((super().forward(masked) if z is None else super().forward(masked, z)) * scale).to(x.dtype)
 
 
 class ElasticMambaContextParallel(MambaContextParallel):
@@ -173,20 +237,61 @@ class ElasticMambaContextParallel(MambaContextParallel):
 def _written(result: Any, site: Site) -> Any:
     """A sublayer's (output, bias) with its write to the residual stream masked, bias included."""
     output, bias = result
-    scale = site.write_scale(output)
-    if scale is None:
-        return result
-    return output * scale, None if bias is None else bias * scale
+    return site.written(output), None if bias is None else site.written(bias)
 
 
 class ElasticMambaMixer(MambaMixer):
-    """Writes to the residual stream."""
+    """Writes to the residual stream; C after the convolution is the mask point of mamba_state."""
 
     site: Site
+    state_site: Site
+
+    @property
+    def headdim(self) -> int:
+        """Kept channels of one head."""
+        return self.site.share(ElasticAxis.MAMBA_HEAD_DIM, self.__dict__["headdim"])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the mixer, in kept widths."""
         return _written(super().forward(*args, **kwargs), self.site)
+
+    def _ssm_training(self, zxBCdt: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:  # noqa: N803 - megatron's name
+        """[l, b, kept rows of in_proj] -> [l, b, kept channels]; unfused while C is masked, because the fused kernel hides C."""
+        mask = self.state_site.vector(zxBCdt)
+        if mask is None:
+            return super()._ssm_training(zxBCdt, packed_seq_params)
+        seq_idx = sequence_index(self, packed_seq_params, zxBCdt.shape[0])
+        y = masked_state_scan(self, zxBCdt.transpose(0, 1), mask, seq_idx).transpose(0, 1)
+        return self.norm(y.contiguous()) if self.rmsnorm else y
+
+
+def masked_state_scan(mixer: MambaMixer, projected: torch.Tensor, mask: torch.Tensor, seq_idx: torch.Tensor | None) -> torch.Tensor:
+    """Convolution, scan and gate of a mixer with C multiplied by `mask` [groups x state]; a state channel enters the output through C alone.
+
+    projected: z, x, B, C, dt [b, l, kept rows of in_proj]; seq_idx: document of each token [b, l] or None. Returns [b, l, kept channels].
+    """
+    cp, state = mixer.cp, mask.numel()
+    heads = cp.get_dt_bias().shape[0]
+    inner = heads * mixer.headdim
+    z, xbc, dt = projected.split([inner, inner + 2 * state, heads], dim=-1)
+    weight, bias = cp.get_conv1d_weight().squeeze(1), cp.get_conv1d_bias()
+    conv = causal_conv1d_fn(xbc.transpose(1, 2), weight, bias, seq_idx=seq_idx, activation=mixer.activation).transpose(1, 2)
+    x, b, c = conv.split([inner, state, state], dim=-1)
+    groups = cp.ngroups_local_tpcp
+    y = mamba_chunk_scan_combined(
+        x.unflatten(-1, (heads, mixer.headdim)).contiguous(),
+        dt.contiguous(),
+        -torch.exp(cp.get_A_log().float()),
+        b.unflatten(-1, (groups, state // groups)).contiguous(),
+        (c * mask).unflatten(-1, (groups, state // groups)).contiguous(),
+        mixer.chunk_size,
+        D=cp.get_D(),
+        z=z.unflatten(-1, (heads, mixer.headdim)).contiguous(),
+        dt_bias=cp.get_dt_bias().float(),
+        dt_softplus=True,
+        seq_idx=seq_idx,
+    )
+    return y.flatten(2)
 
 
 class ElasticSelfAttention(SelfAttention):
@@ -197,9 +302,7 @@ class ElasticSelfAttention(SelfAttention):
     @property
     def num_attention_heads_per_partition(self) -> int:
         """Kept query heads of this rank."""
-        whole, decision = self.__dict__["num_attention_heads_per_partition"], self.site.sliced
-        kept, parent = (1, 1) if decision is None else decision.kept.get(ElasticAxis.HEADS, (1, 1))
-        return whole * kept // parent
+        return self.site.share(ElasticAxis.HEADS, self.__dict__["num_attention_heads_per_partition"])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the attention, in kept widths."""
@@ -224,63 +327,6 @@ class ElasticMoELayer(MoELayer):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the layer, in kept widths."""
         return _written(super().forward(*args, **kwargs), self.site)
-
-
-class ElasticTopKRouter(TopKRouter):
-    """Chooses among live experts only; dispatch keeps the parent's expert numbers."""
-
-    site: Site
-    linear_site: LinearSite
-
-    def gating(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - megatron's name
-        """Logits [..., experts]; a dropped expert has minus infinity in slice mode."""
-        rows, cols = self.linear_site.kept()
-        if rows is None and cols is None:
-            return super().gating(input)
-        weight = select_matrix(self.weight, rows, cols)
-        logits = F.linear(input.float(), weight.float())
-        if rows is None:
-            return logits
-        pieces, at, end = [], 0, 0
-        for start, length in rows:
-            pieces += [logits.new_full((*logits.shape[:-1], start - end), float("-inf")), logits[..., at : at + length]]
-            at, end = at + length, start + length
-        return torch.cat([*pieces, logits.new_full((*logits.shape[:-1], self.weight.shape[0] - end), float("-inf"))], -1)
-
-    def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        """Select by score + bias + log w without gradient; gates are score x w, renormalised over the chosen."""
-        weights = self._expert_weights(logits)
-        if weights is None:
-            return super().routing(logits, padding_mask, **kwargs)
-        flat = logits.reshape(-1, logits.shape[-1]).float()
-        scores = flat.sigmoid()
-        with torch.no_grad():
-            # where, then log: a weight of zero gives minus infinity and never a NaN
-            assert self.expert_bias is not None  # elasticize refuses a router without one
-            wanted = scores + self.expert_bias + torch.where(weights > 0, weights, 0.0).log()
-            chosen = wanted.topk(self.topk, dim=-1).indices
-        gates = (scores * weights).gather(-1, chosen)
-        if self.topk > 1:
-            gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)
-        gates = gates * (self.config.moe_router_topk_scaling_factor or 1.0)
-        probs = torch.zeros_like(flat).scatter(-1, chosen, gates).to(logits.dtype)
-        routing_map = torch.zeros_like(flat, dtype=torch.bool).scatter(-1, chosen, torch.ones_like(chosen, dtype=torch.bool))
-        return probs, routing_map
-
-    def _expert_weights(self, like: torch.Tensor) -> torch.Tensor | None:
-        """Weights [experts] of this layer's experts in fp32, the same on every rank; None when all are whole."""
-        decision, dim = self.site.slot.decision, self.linear_site.rows
-        if decision is None:
-            return None
-        if decision.mode is Mode.MASK:
-            return decision.vector(ElasticAxis.EXPERTS, 1, dim.segments[0].groups, like.float())
-        runs = decision.runs(dim, 1)
-        if runs is None:
-            return None
-        weights = torch.zeros(dim.size, device=like.device)
-        for start, length in runs:
-            weights[start : start + length] = 1.0
-        return weights
 
 
 class _ZeroGradients(torch.autograd.Function):
@@ -311,8 +357,7 @@ class ElasticMambaLayer(MambaLayer):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """[s, b, kept hidden] -> the same."""
-        decision = self.site.sliced
-        if decision is not None and self.site.layer is not None and decision.skips(self.site.layer):
+        if self.site.skipped:
             return _skipped(self, hidden_states)
         return super().forward(hidden_states, *args, **kwargs)
 
@@ -324,8 +369,7 @@ class ElasticTransformerLayer(TransformerLayer):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """[s, b, kept hidden] -> (the same, context)."""
-        decision = self.site.sliced
-        if decision is not None and self.site.layer is not None and decision.skips(self.site.layer):
+        if self.site.skipped:
             return _skipped(self, hidden_states), kwargs.get("context")
         return super().forward(hidden_states, *args, **kwargs)
 

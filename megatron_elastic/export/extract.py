@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from megatron_elastic.axes import ElasticSpace, SubmodelPlan
-from megatron_elastic.layout import axis_groups, dims_of, kept_widths, submodel_name
+from megatron_elastic.layout import axis_groups, dims_of, kept_widths, layer_of, submodel_name
 from megatron_elastic.runs import select
 from megatron_elastic.shape import ModelShape
 
@@ -22,11 +22,12 @@ def extract(
     CheckpointError for a tensor the parent does not have.
     """
     space.check(plan)
-    groups, kept = axis_groups(space), kept_widths(space, plan)
+    groups = axis_groups(space)
     for name, tensor in tensors:
         new = submodel_name(name, plan)
         if new is None:
             continue
+        kept = kept_widths(space, plan, layer_of(name))
         for dim, entries in enumerate(dims_of(name, shape, groups)):
             tensor = select(tensor, dim, entries.runs(kept))
         yield new, tensor.clone(memory_format=torch.contiguous_format)

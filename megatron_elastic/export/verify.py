@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from megatron_elastic.axes import SubmodelPlan
-from megatron_elastic.checkpoint import NamedTensors, load_checkpoint, open_checkpoint, write_named
+from megatron_elastic.checkpoint import NamedTensors, open_checkpoint, write_named
 from megatron_elastic.elastic.attach import ElasticHandle, elasticize
 from megatron_elastic.errors import CheckpointError, PlanError
 from megatron_elastic.export.extract import extract
-from megatron_elastic.models.hybrid import build_hybrid
+from megatron_elastic.export.load import load_model
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.shape import ModelShape, resize
 
@@ -76,14 +76,8 @@ class Verifier:
             raise CheckpointError(f"checkpoint {str(source)!r} holds no family; verify the run of an elastic stage")
         self.shape, self.space, self.plans = info.shape, info.space, info.plans
         self._parallel, self._tokens, self._text = parallel, tokens, text
-        self._model = self._load(source, info.shape)
+        self._model = load_model(source, parallel)
         self._handle: ElasticHandle = elasticize(self._model, info.space, parallel, info.shape)
-
-    def _load(self, source: Path, shape: ModelShape) -> Any:
-        model = build_hybrid(shape, self._parallel)
-        load_checkpoint(source, model=model, shape=shape, parallel=self._parallel)
-        model.eval()
-        return model
 
     @torch.no_grad()
     def check(self, plan: SubmodelPlan, member: Path) -> Agreement:
@@ -92,7 +86,7 @@ class Verifier:
             masked = self._logits(self._model)
         with self._handle.use(plan, "slice"):
             sliced, loss = self._logits(self._model), self._loss(self._model)
-        ordinary = self._load(member, open_checkpoint(member).shape)
+        ordinary = load_model(member, self._parallel)
         extracted = self._logits(ordinary)
         return Agreement(
             masked_sliced=float((masked - sliced).abs().max()),

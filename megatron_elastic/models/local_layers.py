@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from megatron_elastic.errors import UnsupportedError
 
 
-def _norm_weight(config: TransformerConfig, width: int) -> nn.Parameter:
-    weight = nn.Parameter(torch.ones(width, dtype=config.params_dtype))
-    # Each tensor-parallel rank sees its own tokens, so the gradient is summed over the group.
-    vars(weight)["sequence_parallel"] = config.sequence_parallel
-    return weight
+def _norm_parameter(config: TransformerConfig, width: int, value: float) -> nn.Parameter:
+    parameter = nn.Parameter(torch.full((width,), value, dtype=config.params_dtype))
+    # Each tensor-parallel rank sees its own tokens (of queries and keys: its own heads), so the gradient is summed over the group.
+    vars(parameter)["sequence_parallel"] = config.sequence_parallel
+    return parameter
 
 
 class LocalRMSNorm(nn.Module):
-    """RMS norm over the residual stream: x / sqrt(mean(x^2) + eps) * weight.
+    """RMS norm: x / sqrt(mean(x^2) + eps) * weight.
 
     weight: [hidden_size], whole on every rank.
     """
@@ -32,7 +32,7 @@ class LocalRMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         """eps: added to the mean square. Accepts and ignores what only Transformer Engine's norm uses."""
         super().__init__()
-        self.weight = _norm_weight(config, hidden_size)
+        self.weight = _norm_parameter(config, hidden_size, 1.0)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,21 +40,47 @@ class LocalRMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
-class LayerNormColumnParallelLinear(ColumnParallelLinear):
-    """RMS norm, then a column-parallel linear: Transformer Engine's fused module in two steps.
+class LocalLayerNorm(nn.Module):
+    """Layer norm: (x - mean(x)) / sqrt(var(x) + eps) * weight + bias.
 
-    layer_norm_weight: [input_size], whole on every rank. The norm acts on this rank's tokens, before a sequence-parallel gather.
+    weight, bias: [hidden_size], whole on every rank.
     """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        """eps: added to the variance. Accepts and ignores what only Transformer Engine's norm uses."""
+        super().__init__()
+        self.weight = _norm_parameter(config, hidden_size, 1.0)
+        self.bias = _norm_parameter(config, hidden_size, 0.0)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension of x [..., hidden_size]."""
+        return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
+
+
+class LayerNormColumnParallelLinear(ColumnParallelLinear):
+    """The config's norm (RMSNorm or LayerNorm), then a column-parallel linear: Transformer Engine's fused module in two steps.
+
+    layer_norm_weight: [input_size], whole on every rank; layer_norm_bias: the same for LayerNorm, else None. normalization: which norm.
+    The norm acts on this rank's tokens, before a sequence-parallel gather.
+    """
+
+    layer_norm_bias: nn.Parameter | None
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **linear: Any) -> None:
         """linear: what megatron-core gives a column-parallel linear."""
         super().__init__(input_size, output_size, config=config, **linear)
-        self.layer_norm_weight = _norm_weight(config, input_size)
+        self.normalization = config.normalization
+        self.layer_norm_weight = _norm_parameter(config, input_size, 1.0)
+        has_bias = config.normalization == "LayerNorm"
+        self.register_parameter("layer_norm_bias", _norm_parameter(config, input_size, 0.0) if has_bias else None)
         self.eps = config.layernorm_epsilon
 
     def normalize(self, x: Tensor) -> Tensor:
         """The norm alone: x [..., input_size]."""
-        return F.rms_norm(x, (x.shape[-1],), self.layer_norm_weight, self.eps)
+        if self.layer_norm_bias is None:
+            return F.rms_norm(x, (x.shape[-1],), self.layer_norm_weight, self.eps)
+        return F.layer_norm(x, (x.shape[-1],), self.layer_norm_weight, self.layer_norm_bias, self.eps)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Norm and linear of input_ [sequence, batch, input_size]; returns the output and the bias that was not added, if any."""

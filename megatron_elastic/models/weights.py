@@ -22,6 +22,7 @@ from megatron_elastic.errors import CheckpointError, raise_all
 from megatron_elastic.platform.versions import canonical_name
 
 _COLUMN = re.compile(r"(word_embeddings\.weight|output_layer\.weight|linear_qkv\.(weight|bias)|linear_fc1\.(weight|bias))$")
+_FIRST_LINEAR = re.compile(r"linear_fc1\.(weight|bias)$")
 _ROW = re.compile(r"(linear_proj|linear_fc2|out_proj)\.weight$")
 _PER_HEAD = re.compile(r"mixer\.(A_log|D|dt_bias|norm\.weight)$")
 _DECODER_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -33,7 +34,7 @@ class Shard:
     """Where a local tensor sits in its full tensor.
 
     name: the full tensor's name. dim: the dimension that is cut over ranks, None when every rank holds it whole.
-    segments: full lengths along `dim` of the parts that are cut one by one (in_proj: z, x, B, C, dt). rank of size: this rank's piece.
+    segments: full lengths along `dim` of the parts that are cut one by one (in_proj: z, x, B, C, dt; a gated fc1: its halves). rank of size: this rank's piece.
     """
 
     name: str
@@ -68,13 +69,19 @@ class Shard:
 
 
 def shards(model: LanguageModule) -> Iterator[Shard]:
-    """Every parameter of this rank's part of a model from `build_hybrid`, and the experts' selection biases."""
+    """Every parameter of this rank's part of a model from `build_model`, and the experts' selection biases."""
     biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("router.expert_bias")]
     for local_name, tensor in [*model.named_parameters(), *biases]:
         name = _full_name(model, local_name)
         group = model.pg_collection.expt_tp if ".local_experts." in name else model.pg_collection.tp
-        dim, segments = _cut(name, tensor, model.config, group.size())
+        dim, segments = _cut(name, tensor, _config_of(model, local_name), group.size())
         yield Shard(name, tensor, dim, segments, group.rank(), group.size())
+
+
+def _config_of(model: LanguageModule, local_name: str) -> TransformerConfig:
+    """The config a parameter was built with: its layer's, where its sizes may be its own, or the model's."""
+    match = _DECODER_LAYER.match(local_name)
+    return model.decoder.layers[int(match[1])].config if match else model.config
 
 
 def _full_name(model: LanguageModule, local_name: str) -> str:
@@ -87,7 +94,9 @@ def _full_name(model: LanguageModule, local_name: str) -> str:
 
     def expert(match: re.Match[str]) -> str:
         group = model.pg_collection.ep
-        return f".local_experts.{group.rank() * (model.config.num_moe_experts // group.size()) + int(match[1])}."
+        experts = _config_of(model, local_name).num_moe_experts
+        assert experts is not None
+        return f".local_experts.{group.rank() * (experts // group.size()) + int(match[1])}."
 
     return _LOCAL_EXPERT.sub(expert, _DECODER_LAYER.sub(layer, name))
 
@@ -99,6 +108,8 @@ def _cut(name: str, tensor: Tensor, config: TransformerConfig, ranks: int) -> tu
         assert heads is not None
         inner = heads * config.mamba_head_dim
         return 0, (inner, bc, bc) if ".conv1d." in name else (inner, inner, bc, bc, heads)
+    if config.gated_linear_unit and _FIRST_LINEAR.search(name):
+        return 0, (tensor.shape[0] // 2 * ranks,) * 2
     if _COLUMN.search(name) or _PER_HEAD.search(name):
         return 0, (tensor.shape[0] * ranks,)
     if _ROW.search(name):
@@ -110,7 +121,8 @@ def _cut(name: str, tensor: Tensor, config: TransformerConfig, ranks: int) -> tu
 def initialize_weights(model: LanguageModule, seed: int) -> None:
     """Give every parameter its starting value, drawn from (seed, full name): the same full model on every layout.
 
-    Distributions are megatron-core's: normal(init_method_std) for weights, smaller by sqrt(layers) for those that write to the residual stream,
+    Distributions are megatron-core's: normal(init_method_std) for weights, smaller by sqrt(writes) for those that write to the residual
+    stream (as many writes as layers in a hybrid model, twice as many in a GPT),
     Mamba-2's for A_log, dt_bias and the convolution, ones for norms and D, zeros for biases.
     """
     taps = next((module.d_conv for module in model.modules() if isinstance(module, MambaMixer)), 0)
@@ -181,5 +193,5 @@ def _draw(name: str, full: Tensor, config: TransformerConfig, taps: int, generat
     else:
         std = config.init_method_std
         if _ROW.search(name):
-            std /= math.sqrt(config.num_layers)
+            std /= math.sqrt(config.num_layers * (1 if config.is_hybrid_model else 2))
         full.normal_(0.0, std, generator=generator)

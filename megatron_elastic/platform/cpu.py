@@ -2,7 +2,7 @@
 
 megatron-core assumes CUDA in four ways: it asks `torch.cuda` for devices, streams and random state, it writes device="cuda" literally, it compares
 tensor type names with 'torch.cuda.FloatTensor', and it needs packages that exist for GPUs only. `prepare_platform()` answers each on the CPU.
-This is the only place that patches torch or megatron-core; with a GPU present nothing is touched.
+This is the only place that patches torch or megatron-core; with a GPU present one name is bound that 0.16.1 forgets without Transformer Engine.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ _NOISE = (
 def prepare_platform() -> None:
     """Make megatron-core importable and trainable on this machine; call it before `megatron.core` is imported. Later calls do nothing.
 
-    With a GPU present it changes nothing. Raises RuntimeError when `megatron.core` was imported first.
+    With a GPU present it binds one name in megatron-core. Raises RuntimeError when `megatron.core` was imported first and there is no GPU.
     """
     import torch
 
     if torch.cuda.is_available():
+        _bind_te_gemm()
         return
     if "megatron.core" in sys.modules:
         raise RuntimeError("call megatron_elastic.platform.prepare_platform() before megatron.core is imported")
@@ -243,15 +244,19 @@ def _rename_tensor_types(torch: Any) -> None:
 
 def _mend_megatron(torch: Any) -> None:
     """Two places of megatron-core that stop a run without a GPU and without Transformer Engine."""
-    import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
-    if "te_general_gemm" not in vars(moe_utils):
-        # 0.16.1 binds this name only when Transformer Engine is there, and tests it against None.
-        vars(moe_utils)["te_general_gemm"] = None
+    _bind_te_gemm()
 
     def split_sizes(tensor: Any, *, as_numpy: object = None, **streams: object) -> Any:
         # megatron-core returns a tensor that is already on the CPU as it is, but wants its split sizes as numpy arrays.
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     vars(dispatcher)["maybe_move_tensor_to_cpu"] = split_sizes
+
+
+def _bind_te_gemm() -> None:
+    """0.16.1 binds this name only when Transformer Engine is there, and tests it against None: no router would run, with a GPU or without."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    vars(moe_utils).setdefault("te_general_gemm", None)

@@ -8,6 +8,8 @@
 | convolution of a Mamba mixer | module `conv1d`, parameters conv1d.weight and conv1d.bias | parameters conv1d_weight and conv1d_bias (the checkpoint keeps conv1d.weight) |
 | dense MLP and shared expert in a spec | ModuleSpec | a callable |
 | documents of a packed batch, for Mamba | derived by the mixer | PackedSeqParams.seq_idx, None unless total_tokens is given |
+| gradients of experts where expert_tensor differs from tensor, without expert parallelism | never summed: refused | summed |
+| plain data of a checkpoint | the file common.pt | object `common_state` among the shards; reads common.pt too |
 
 Importing this module costs nothing; megatron-core is imported inside the functions.
 """
@@ -18,6 +20,7 @@ import functools
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_elastic.errors import UnsupportedError
@@ -164,3 +167,44 @@ def packed_documents(boundaries: torch.Tensor, longest: int, total_tokens: int) 
         # Without it seq_idx stays None and the Mamba layers silently let documents see each other.
         common["total_tokens"] = total_tokens
     return PackedSeqParams(**common)
+
+
+def sequence_index(mixer: Any, packed: PackedSeqParams | None, tokens: int) -> torch.Tensor | None:
+    """The document of each token [1, tokens] as a Mamba mixer's scan wants it; None when the batch is not packed."""
+    if packed is None:
+        return None
+    return mixer._create_packed_seq_idx(packed, tokens) if megatron_generation() is Generation.V0_16 else packed.seq_idx
+
+
+def sums_expert_gradients(tensor: int, expert: int, expert_tensor: int) -> bool:
+    """Whether the gradients of experts are summed over all ranks that hold them, on a layout of these sizes.
+
+    0.16.1 counts experts among the split layers unless there is expert parallelism, and so leaves out the ranks that split those.
+    """
+    return megatron_generation() is Generation.V0_19 or expert > 1 or expert_tensor == tensor
+
+
+def load_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """megatron-core's `dist_checkpointing.load`, for a checkpoint that either release has written. Collective over all ranks.
+
+    state: a sharded state dict, filled in place. Returns it together with the plain data of the checkpoint.
+    """
+    from megatron.core import dist_checkpointing
+
+    if megatron_generation() is Generation.V0_19 or (directory / "common.pt").is_file():
+        return dist_checkpointing.load(state, str(directory))  # pyright: ignore[reportReturnType] - a tuple only if asked for
+    return dist_checkpointing.load(state, str(directory), common_strategy=_plain_data_among_shards())  # pyright: ignore[reportReturnType]
+
+
+def _plain_data_among_shards() -> Any:
+    """A strategy of 0.16.1 that finds plain data where 0.19 puts it: in a list of one, as the only piece of an object."""
+    import torch.distributed.checkpoint as dcp
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+
+    class PlainDataAmongShards(TorchCommonLoadStrategy):
+        def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+            found: dict[str, Any] = {"common_state/shard_0_1": None}
+            dcp.load(found, checkpoint_id=checkpoint_dir, no_dist=True)
+            return found["common_state/shard_0_1"][0]
+
+    return PlainDataAmongShards()

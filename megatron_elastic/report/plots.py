@@ -1,19 +1,19 @@
-"""The plots of a report. Each function writes one PNG file."""
+"""The plots of a run's losses, costs and speed. Each function writes one PNG file."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_elastic.recipe import DistillConfig
 from megatron_elastic.report.record import RunRecord
-from megatron_elastic.report.style import PARENT_COLOUR, colours, drawing, legend_above, mark_stages, running_mean
+from megatron_elastic.report.style import PARENT_COLOUR, colours, drawing, legend_above, mark_stages, plain, running_mean
 from megatron_elastic.report.summary import BudgetRow
 from megatron_elastic.report.units import Scale, cost_scale, count_scale
 from megatron_elastic.router.schedules import tolerance
 
+MODEL_COLOUR, ROUTER_COLOUR = "#0072B2", "#D55E00"
 SMOOTHED_FROM = 8
 """Points of one budget in one stage from which on a running mean is drawn over them."""
 
@@ -35,9 +35,9 @@ def plot_losses(record: RunRecord, path: Path) -> None:
         mark_stages(training, spans, titles=False)
 
 
-def _token_span(record: RunRecord, scale: Scale) -> tuple[float, float]:
-    """The limits of the token axis: all elastic stages and a little air."""
-    first, last = record.first_token(record.stages[0]), record.last_token(record.stages[-1])
+def _token_span(record: RunRecord, scale: Scale, *, from_start: bool = False) -> tuple[float, float]:
+    """The limits of the token axis: all elastic stages (all stages, where `from_start`) and a little air."""
+    first, last = 0 if from_start else record.first_token(record.stages[0]), record.last_token(record.stages[-1])
     air = 0.015 * (last - first)
     return (first - air) / scale.divisor, (last + air) / scale.divisor
 
@@ -79,69 +79,6 @@ def _draw_noisy(axes: Any, x: Sequence[float], y: Sequence[float], colour: str) 
     axes.plot(x, y, color=colour, linewidth=0.8 if smooth else 1.4, alpha=0.35 if smooth else 0.9)
     if smooth:
         axes.plot(x, running_mean(y, max(5, len(y) // 12)), color=colour)
-
-
-def plot_router(record: RunRecord, path: Path) -> bool:
-    """Probability of every choice over the elastic steps: a row an axis, a column a budget. False, and no file, without a learned router."""
-    rows = [row for stage in record.stages for row in record.rows_of("eval", stage) if "router" in row.values]
-    space = record.recipe.space
-    if not rows or space is None:
-        return False
-    budgets = [name for name in record.budgets if name in rows[-1].values["router"]]
-    steps, palette = [record.elastic_step(row) for row in rows], colours(record.budgets)
-    with drawing(path, 1.6 + 2.3 * len(budgets), 0.9 + 0.95 * len(space.axes)) as figure:
-        grid = figure.subplots(len(space.axes), len(budgets), sharex=True, sharey=True, squeeze=False)
-        for spec, panels in zip(space.axes, grid, strict=True):
-            for name, axes in zip(budgets, panels, strict=True):
-                shares = [row.values["router"][name][spec.axis.value] for row in rows]
-                _draw_shares(axes, steps, shares, _shades(len(spec.choices)))
-                _mark_boundaries(axes, record)
-            panels[0].set_ylabel(spec.axis.value, rotation=0, ha="right", va="center", fontweight="bold")
-            _label_choices(panels[-1], spec.choices)
-        for name, axes, bottom in zip(budgets, grid[0], grid[-1], strict=True):
-            axes.set_title(name, color=palette[name])
-            bottom.set_xlabel("elastic steps")
-    return True
-
-
-def _shades(number: int) -> list[Any]:
-    """Colours from wide (dark) to narrow (light)."""
-    from matplotlib import colormaps
-
-    shades = colormaps["YlGnBu_r"]
-    return [shades(0.08 + 0.82 * place / max(number - 1, 1)) for place in range(number)]
-
-
-def _draw_shares(axes: Any, steps: Sequence[int], shares: Sequence[Sequence[float]], shades: Sequence[Any]) -> None:
-    axes.stackplot(steps, list(zip(*shares, strict=True)), colors=shades, linewidth=0)
-    axes.set(ylim=(0, 1), yticks=(0, 1), yticklabels=("0", "1"))
-    axes.set_xlim(steps[0], max(steps[-1], steps[0] + 1))
-    axes.grid(visible=False)
-    axes.tick_params(labelsize=7)
-
-
-def _mark_boundaries(axes: Any, record: RunRecord) -> None:
-    for number in range(1, len(record.stages)):
-        axes.axvline(record.first_step(number), color="#999999", linewidth=1.2, linestyle=(0, (1, 1.5)))
-
-
-def _label_choices(axes: Any, choices: Sequence[int]) -> None:
-    """The choices of a row beside its last panel, in the order in which the areas stand on each other."""
-    from matplotlib.patches import Patch
-
-    handles = [Patch(color=shade, label=f"{choice:,}") for choice, shade in zip(choices, _shades(len(choices)), strict=True)]
-    axes.legend(
-        handles=handles[::-1],
-        loc="center left",
-        bbox_to_anchor=(1.02, 0.5),
-        fontsize=7,
-        handlelength=0.9,
-        handleheight=0.7,
-        labelspacing=0.15,
-        columnspacing=0.8,
-        ncols=math.ceil(len(choices) / 5),
-        borderaxespad=0.2,
-    )
 
 
 def plot_costs(record: RunRecord, path: Path) -> None:
@@ -205,6 +142,35 @@ def _mark_fixed(axes: Any, record: RunRecord) -> list[Any]:
     return [axes.axvline(step, color="#777777", linewidth=1.2, linestyle=(0, (6, 2)), zorder=1, label="plans fixed")]
 
 
+def plot_rates(record: RunRecord, path: Path) -> None:
+    """Learning rates and tokens per second of every step over the tokens of the run, all stages."""
+    stages = [stage for stage in record.recipe.stages if record.rows_of("train", stage)]
+    scale = count_scale(record.last_token(record.stages[-1]), "tokens of the run")
+    with drawing(path, 7.6, 4.8) as figure:
+        rates, speed = figure.subplots(2, 1, sharex=True)
+        for stage in stages:
+            rows = record.rows_of("train", stage)
+            tokens = [row.tokens / scale.divisor for row in rows]
+            rates.plot(tokens, [row.values["lr"] for row in rows], color=MODEL_COLOUR, label="model")
+            routed = [row for row in rows if "router_lr" in row.values]  # runs of earlier releases have no such column
+            if routed:
+                values = [row.values["router_lr"] for row in routed]
+                rates.plot([row.tokens / scale.divisor for row in routed], values, color=ROUTER_COLOUR, linestyle="--", label="router")
+            _draw_noisy(speed, tokens, [row.values["tokens_per_second"] for row in rows], MODEL_COLOUR)
+        rates.set(yscale="log", ylabel="learning rate")
+        speed.set(xlabel=scale.label, ylabel="tokens per second")
+        speed.set_ylim(bottom=0)
+        speed.set_xlim(*_token_span(record, scale, from_start=True))
+        handles, labels = rates.get_legend_handles_labels()
+        unique = dict(zip(labels, handles, strict=True))
+        legend_above(figure, list(unique.values()), list(unique))
+        spans = [
+            (stage, record.first_token(stage) / scale.divisor, record.last_token(stage) / scale.divisor) for stage in record.recipe.stages
+        ]
+        mark_stages(rates, spans, titles=True)
+        mark_stages(speed, spans, titles=False)
+
+
 def plot_quality(record: RunRecord, rows: Sequence[BudgetRow], baseline_rows: Sequence[BudgetRow], path: Path) -> None:
     """Held-out loss of the newest evaluation against cost: the family's members, the baseline's, and the parent."""
     from matplotlib.patheffects import withStroke
@@ -224,8 +190,10 @@ def plot_quality(record: RunRecord, rows: Sequence[BudgetRow], baseline_rows: Se
         for row in rows:
             place = (row.cost / scale.divisor, row.last_loss)
             words = {"color": palette[row.budget], "fontweight": "bold", "ha": "right", "va": "top"}
-            axes.annotate(row.budget, place, xytext=(-6, -6), textcoords="offset points", path_effects=[halo], **words)
-        axes.set(xlabel=scale.label, ylabel=f"held-out loss in stage {stage.name}\n(nats per token, {stage.sequence_length:,} tokens)")
+            axes.annotate(plain(row.budget), place, xytext=(-6, -6), textcoords="offset points", path_effects=[halo], **words)
+        axes.set(
+            xlabel=scale.label, ylabel=f"held-out loss in stage {plain(stage.name)}\n(nats per token, {stage.sequence_length:,} tokens)"
+        )
         axes.margins(y=0.18)
         _leave_room(axes, [row.cost / scale.divisor for row in [*rows, *baseline_rows]], max(len(row.budget) for row in rows))
         legend_above(figure, *axes.get_legend_handles_labels())

@@ -1,4 +1,4 @@
-"""A run as the files of its directory tell it: the recipe, the rows of metrics.jsonl, and what `verify` found. Plain Python."""
+"""A run as the files of its directory tell it: the recipe, the rows of metrics.jsonl, versions, and what `verify` found. Plain Python."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_elastic.axes import SubmodelPlan
 from megatron_elastic.config import load_recipe
 from megatron_elastic.errors import CheckpointError, ConfigError
+from megatron_elastic.formats import FORMAT_VERSION, METRICS, VERIFY, VERSIONS
 from megatron_elastic.recipe import Recipe, StageConfig
 
 RECIPE_FILE = "recipe.yaml"
 METRICS_FILE = "metrics.jsonl"
+VERSIONS_FILE = "versions.json"
 VERIFY_FILE = "verify.json"
-VERIFY_FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +40,26 @@ class RunRecord:
     """A run that has been evaluated in an elastic stage at least once.
 
     rows: every row once, by stage and step; verified: budget -> what `verify` measured, empty without verify.json.
-    notes: what a reader should know about the files, one line each.
+    versions: package -> version that ran it, empty without versions.json; notes: what a reader should know about the files, one line each.
     """
 
     path: Path
     recipe: Recipe
     rows: tuple[Row, ...]
     verified: Mapping[str, Mapping[str, Any]]
+    versions: Mapping[str, str]
     notes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the run's directory."""
+        return self.path.resolve().name
+
+    @property
+    def finished(self) -> bool:
+        """Whether the end of the last stage has been evaluated."""
+        end = self.stages[-1]
+        return (self.last_eval.stage, self.last_eval.step) == (end.name, end.total_steps)
 
     @property
     def stages(self) -> tuple[StageConfig, ...]:
@@ -76,6 +90,12 @@ class RunRecord:
         """The stage of the newest evaluation."""
         return next(stage for stage in self.stages if stage.name == self.last_eval.stage)
 
+    def plan_of(self, budget: str) -> SubmodelPlan:
+        """The plan of a budget in the newest evaluation."""
+        space = self.recipe.space
+        assert space is not None
+        return space.completed(SubmodelPlan.from_dict(self.last_eval.values["plans"][budget]))
+
     def parent_loss(self, stage: StageConfig) -> float | None:
         """The frozen parent's held-out loss on sequences of `stage`, None when nothing tells it.
 
@@ -103,14 +123,20 @@ class RunRecord:
     def first_token(self, stage: StageConfig) -> int:
         """Tokens of the run before a stage."""
         stages = self.recipe.stages
-        return sum(_stage_tokens(one) for one in stages[: stages.index(stage)])
+        return sum(stage_tokens(one) for one in stages[: stages.index(stage)])
 
     def last_token(self, stage: StageConfig) -> int:
         """Tokens of the run up to the end of a stage."""
-        return self.first_token(stage) + _stage_tokens(stage)
+        return self.first_token(stage) + stage_tokens(stage)
+
+    def step_seconds(self, stage: StageConfig) -> float:
+        """Seconds that the steps of a stage have taken so far; evaluations and checkpoints are not in it, nor are steps without a row."""
+        step_tokens = stage.global_batch_size * stage.sequence_length
+        return sum(step_tokens / row.values["tokens_per_second"] for row in self.rows_of("train", stage))
 
 
-def _stage_tokens(stage: StageConfig) -> int:
+def stage_tokens(stage: StageConfig) -> int:
+    """Tokens of a whole stage."""
     return stage.total_steps * stage.global_batch_size * stage.sequence_length
 
 
@@ -143,7 +169,8 @@ def read_run(path: Path) -> RunRecord:
         steps = next(stage.total_steps for stage in recipe.stages if stage.name == last.stage)
         notes.append(f"{path} is not finished: last evaluated in stage {last.stage} at step {last.step} of {steps}")
     verified = _read_verify(path / VERIFY_FILE, f"stage-{end.name}", notes)
-    return RunRecord(path, recipe, tuple(rows), verified, tuple(notes))
+    versions = _read_versions(path / VERSIONS_FILE)
+    return RunRecord(path, recipe, tuple(rows), verified, versions, tuple(notes))
 
 
 def _read_metrics(path: Path, recipe: Recipe) -> tuple[list[Row], list[str]]:
@@ -168,26 +195,44 @@ def _read_metrics(path: Path, recipe: Recipe) -> tuple[list[Row], list[str]]:
 
 
 def _to_row(values: Any, place: str) -> Row:
-    needed = ("kind", "stage", "step", "tokens", "loss")
+    if isinstance(values, dict):
+        METRICS.check(values, place)
+    needed: tuple[str, ...] = ("kind", "stage", "step", "tokens", "loss")
+    if isinstance(values, dict) and values.get("kind") == "train":
+        needed += ("by_budget", "cost_ratio", "lr", "tokens_per_second")
     missing = [key for key in needed if key not in values] if isinstance(values, dict) else list(needed)
     if missing:
         raise CheckpointError(f"{place}: no {', '.join(missing)}; the file is not one of `megatron-elastic train`, restore it")
     return Row(values["kind"], values["stage"], values["step"], values["tokens"], values)
 
 
-def _read_verify(path: Path, expected: str, notes: list[str]) -> Mapping[str, Mapping[str, Any]]:
-    """Budget -> what `verify` measured; adds a note when that was another checkpoint than `expected`."""
+def _read_json(path: Path, remedy: str) -> Mapping[str, Any]:
+    """The mapping in a JSON file, empty when there is no file. Raises CheckpointError naming `remedy` when it holds something else."""
     if not path.is_file():
         return {}
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError:
-        raise CheckpointError(f"{path} is not JSON; run `megatron-elastic verify {path.parent}` again") from None
-    version = data.get("format_version") if isinstance(data, dict) else None
-    if version != VERIFY_FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path}: format_version {version!r} is not {VERIFY_FORMAT_VERSION}; run `megatron-elastic verify {path.parent}` again"
-        )
+        raise CheckpointError(f"{path} is not JSON; {remedy}") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} holds a {type(data).__name__}, not a mapping; {remedy}")
+    return data
+
+
+def _read_versions(path: Path) -> Mapping[str, str]:
+    """Package -> version, empty when there is no file."""
+    data = _read_json(path, "restore it, or remove it to report without versions")
+    VERSIONS.check(data, str(path))
+    return {package: version for package, version in data.items() if package != FORMAT_VERSION}
+
+
+def _read_verify(path: Path, expected: str, notes: list[str]) -> Mapping[str, Mapping[str, Any]]:
+    """Budget -> what `verify` measured; adds a note when that was another checkpoint than `expected`."""
+    if not path.is_file():
+        return {}
+    remedy = f"run `megatron-elastic verify {path.parent}` again"
+    data = _read_json(path, remedy)
+    VERIFY.check(data, str(path))
     if data["checkpoint"] != expected:
-        notes.append(f"{path} is of checkpoint {data['checkpoint']}, not of {expected}; run `megatron-elastic verify {path.parent}` again")
+        notes.append(f"{path} is of checkpoint {data['checkpoint']}, not of {expected}; {remedy}")
     return data["budgets"]

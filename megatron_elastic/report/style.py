@@ -54,13 +54,18 @@ def colours(budgets: Sequence[str]) -> dict[str, str]:
     return {name: _PALETTE[number % len(_PALETTE)] for number, name in enumerate(budgets)}
 
 
+def plain(text: str) -> str:
+    """A name for matplotlib, which would read what stands between two dollars as mathematics."""
+    return text.replace("$", r"\$")
+
+
 def mark_stages(axes: Any, spans: Sequence[tuple[StageConfig, float, float]], *, titles: bool) -> None:
     """Mark the boundaries of stages given as (stage, first x, last x) and, above the axes, their names and sequence lengths."""
     for number, (stage, first, last) in enumerate(spans):
         if number:
             axes.axvline(first, color="#999999", linewidth=1, linestyle=(0, (1, 1.5)), zorder=1)
         if titles:
-            text = f"{stage.name}\n{stage.sequence_length:,} tokens"
+            text = f"{plain(stage.name)}\n{stage.sequence_length:,} tokens"
             place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}  # x in data, y in parts of the axes
             axes.text((first + last) / 2, 1.02, text, fontsize=8, color="#666666", **place)
 
@@ -78,4 +83,4 @@ def legend_above(figure: Any, handles: Sequence[Any], labels: Sequence[str]) -> 
     room = 14 * figure.get_figwidth()
     most = len(labels) if sum(widths) <= room else max(1, int(room / max(widths)))
     rows = math.ceil(len(labels) / most)
-    figure.legend(handles, labels, loc="outside upper center", ncols=math.ceil(len(labels) / rows))
+    figure.legend(handles, [plain(label) for label in labels], loc="outside upper center", ncols=math.ceil(len(labels) / rows))

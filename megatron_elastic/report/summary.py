@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_elastic.axes import SubmodelPlan
 from megatron_elastic.cost import active_params, total_params, widths_of
 from megatron_elastic.errors import ConfigError, raise_all
+from megatron_elastic.formats import REPORT
 from megatron_elastic.planning import plan_cost
 from megatron_elastic.preflight import budget_targets, recipe_cost
 from megatron_elastic.recipe import PinnedBudget
 from megatron_elastic.report.record import RunRecord
-
-REPORT_FORMAT_VERSION = 1
+from megatron_elastic.report.widths import AxisWidths, axis_widths
 
 COST_TOLERANCE = 0.05
 """How far a member's cost may be from its target, relative."""
@@ -31,6 +30,7 @@ class BudgetRow:
     run: name of the run's directory; plan_source: "parent", "pinned", or the recipe's router.choice ("learned", "uniform").
     cost, target: in the unit of `elastic.cost`; loss_before: the plan under the parent's weights; loss_after: elastic stage -> at its end.
     last_loss: of the newest evaluation; extracted_loss, masked_extracted: of `verify`, on its own samples.
+    widths: of the plan, for every elastic axis.
     """
 
     run: str
@@ -46,6 +46,7 @@ class BudgetRow:
     last_loss: float
     extracted_loss: float | None
     masked_extracted: float | None
+    widths: tuple[AxisWidths, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,10 @@ class Fact:
 
 
 def budget_rows(record: RunRecord) -> list[BudgetRow]:
-    """The family of a run as it stands in the newest evaluation, from the largest target to the smallest."""
+    """The family of a run as it stands in the newest evaluation, from the largest target to the smallest.
+
+    Raises PlanError when a plan is not one of the recipe's model.
+    """
     recipe, last = record.recipe, record.last_eval
     assert recipe.elastic is not None
     cost = recipe_cost(recipe)
@@ -71,13 +75,14 @@ def budget_rows(record: RunRecord) -> list[BudgetRow]:
     after = {stage.name: record.losses_at(stage, stage.total_steps) for stage in record.stages}
     rows = []
     for name in sorted(targets, key=lambda one: -targets[one]):
-        plan = SubmodelPlan.from_dict(last.values["plans"][name])
+        plan = record.plan_of(name)
+        shown = axis_widths(recipe, plan)  # first: refuses a plan of another model by name
         widths, spent = widths_of(plan, recipe.model.num_layers), plan_cost(recipe.model, plan, cost)
         pinned = isinstance(recipe.elastic.budgets[name], PinnedBudget)
         verified = record.verified.get(name, {})
         rows.append(
             BudgetRow(
-                run=record.path.resolve().name,
+                run=record.name,
                 budget=name,
                 plan_source="parent" if name == record.budgets[0] else "pinned" if pinned else recipe.router.choice,
                 total_params=total_params(recipe.model, widths),
@@ -90,6 +95,7 @@ def budget_rows(record: RunRecord) -> list[BudgetRow]:
                 last_loss=last.values["loss"][name],
                 extracted_loss=verified.get("extracted_loss"),
                 masked_extracted=verified.get("masked_extracted"),
+                widths=shown,
             )
         )
     return rows
@@ -115,7 +121,7 @@ def check_comparable(record: RunRecord, baseline: RunRecord) -> None:
 
 
 def facts(record: RunRecord, rows: Sequence[BudgetRow], baseline_rows: Sequence[BudgetRow] = ()) -> list[Fact]:
-    """What the rows of a run show, and whether every cost, the baseline's too, meets its target."""
+    """What the rows of a run show, beside the baseline's too where there is one, and whether every cost of both meets its target."""
     everyone = [*rows, *baseline_rows]
     found = [_monotone(rows), _full_against_parent(record, rows[0])]
     far = [row for row in everyone if abs(row.cost_ratio - 1) > COST_TOLERANCE]
@@ -125,7 +131,9 @@ def facts(record: RunRecord, rows: Sequence[BudgetRow], baseline_rows: Sequence[
         Fact(f"each cost within {COST_TOLERANCE:.0%} of its target", not far, f"{'cost/target' if far else 'the farthest'}: {ratios}")
     )
     if len(rows) > 1:
-        found.append(_improved(record, rows[-1]))
+        found += [_improved(record, rows[-1]), _nested(record, rows)]
+        if baseline_rows:
+            found.append(_against_baseline(rows[1:], baseline_rows))
     return found
 
 
@@ -162,13 +170,28 @@ def _improved(record: RunRecord, smallest: BudgetRow) -> Fact:
     )
 
 
+def _nested(record: RunRecord, rows: Sequence[BudgetRow]) -> Fact:
+    """Whether every plan is part of the next larger one: never wider on any layer, never deeper."""
+    pairs = [(large.budget, small.budget) for large, small in itertools.pairwise(rows)]
+    wrong = [f"{small} is not part of {large}" for large, small in pairs if not record.plan_of(large).contains(record.plan_of(small))]
+    return Fact("each member part of the larger one", not wrong, ", ".join(wrong) or " > ".join(row.budget for row in rows))
+
+
+def _against_baseline(rows: Sequence[BudgetRow], baseline_rows: Sequence[BudgetRow]) -> Fact:
+    """Whether every member but the largest, which has one plan in both runs, is better than the baseline's."""
+    theirs = {row.budget: row.last_loss for row in baseline_rows}
+    name = f"each smaller budget better than in {baseline_rows[0].run}"
+    detail = ", ".join(f"{row.budget} {row.last_loss:.4f} against {theirs[row.budget]:.4f}" for row in rows)
+    return Fact(name, all(row.last_loss < theirs[row.budget] for row in rows), detail)
+
+
 def report_data(
     record: RunRecord, rows: Sequence[BudgetRow], found: Sequence[Fact], notes: Sequence[str], plots: Sequence[str]
 ) -> dict[str, Any]:
     """report.json: plain data of everything that is printed; plots: names of the files beside it."""
     assert record.recipe.elastic is not None
     return {
-        "format_version": REPORT_FORMAT_VERSION,
+        **REPORT.stamp,
         "cost": record.recipe.elastic.cost,
         "stages": [{"name": stage.name, "sequence_length": stage.sequence_length} for stage in record.stages],
         "parent_loss": {stage.name: record.parent_loss(stage) for stage in record.stages},

@@ -48,5 +48,14 @@ def cost_scale(largest: float, kind: str) -> Scale:
         size, letter = (1e9, "G") if largest >= 1e9 else (1e6, "M")
         return Scale(size, f"forward {letter}FLOPs per token")
     if kind == "memory":
-        return Scale(2.0**30, "weights (GiB)") if largest >= 2**30 else Scale(2.0**20, "weights (MiB)")
+        return Scale(2.0**30, "memory (GiB)") if largest >= 2**30 else Scale(2.0**20, "memory (MiB)")
     return count_scale(largest, kind.replace("_params", " parameters"))
+
+
+def duration(seconds: float) -> str:
+    """A time in its two largest units: 3 d 04 h, 1 h 02 min, 5 min 07 s, 12 s."""
+    whole = round(seconds)
+    for size, unit, part, name in ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // part:02d} {name}"
+    return f"{whole} s"

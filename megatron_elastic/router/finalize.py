@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_elastic.axes import ElasticAxis, ElasticSpace, SubmodelPlan
 from megatron_elastic.errors import PlanError, raise_all
-from megatron_elastic.planning import Cost, describe_miss, most_probable_family, nearest_plan, order_budgets, plan_cost
+from megatron_elastic.plan_coordinates import Cost
+from megatron_elastic.planning import Chances, describe_miss, most_probable_family, nearest_plan, order_budgets, plan_cost
 from megatron_elastic.shape import ModelShape
 
 if TYPE_CHECKING:
+    import torch
+
     from megatron_elastic.router.network import BudgetRouter
 
 
@@ -46,11 +50,7 @@ def examine(
     """
     names = order_budgets(budgets)
     wanted = {name: fixed.get(name, budgets[name]) for name in names}
-    chances = {
-        name: {axis: logits.detach().softmax(-1).tolist() for axis, logits in router.logits_of(name).items()}
-        for name in names
-        if name not in fixed
-    }
+    chances = {name: _chances(router.logits_of(name)) for name in names if name not in fixed}
     plans = most_probable_family(space, shape, wanted, cost, chances, tolerance)
     if plans is None:
         plans, outer = {}, space.parent
@@ -58,6 +58,10 @@ def examine(
             outer = fixed[name] if name in fixed else nearest_plan(space, shape, budgets[name], cost, within=outer)
             plans[name] = outer
     return report_of(plans, shape, budgets, cost, tolerance)
+
+
+def _chances(logits: Mapping[ElasticAxis, torch.Tensor], scale: float = 1.0) -> Chances:
+    return {axis: (scale * value.detach()).softmax(-1).tolist() for axis, value in logits.items()}
 
 
 def report_of(
@@ -98,9 +102,39 @@ def finalize(
     return report.plans
 
 
-def hardened(router: BudgetRouter, scale: float) -> dict[str, dict[ElasticAxis, list[float]]]:
-    """Probabilities over choices for every budget and axis at logit scale `scale`, without noise; for logs and reports."""
-    return {
-        name: {axis: (scale * logits.detach()).softmax(-1).tolist() for axis, logits in router.logits_of(name).items()}
-        for name in router.budget_names
-    }
+def plan_between(
+    router: BudgetRouter,
+    space: ElasticSpace,
+    shape: ModelShape,
+    budgets: Mapping[str, float],
+    plans: Mapping[str, SubmodelPlan],
+    target: float,
+    cost: Cost,
+    *,
+    tolerance: float,
+) -> SubmodelPlan:
+    """The plan of a target cost that no budget was trained for: nested in the next larger budget's plan, the next smaller one's in it.
+
+    The router is asked with its input interpolated between the two budgets, and the most probable plan between their plans that is
+    within `tolerance` of `target` is taken. budgets: name -> target cost; plans: their plans, a family. The plan of a budget itself when
+    `target` is that budget's. Raises ConfigError for a target outside the trained ones, PlanError when no plan between fits.
+    """
+    position = router.position_of_target(target)
+    larger, smaller = router.budget_names[math.floor(position)], router.budget_names[math.ceil(position)]
+    if larger == smaller:
+        return plans[larger]
+    wanted = {larger: plans[larger], "": target, smaller: plans[smaller]}
+    chances = {"": _chances(router(router.budget_input(position)))}
+    family = most_probable_family(space, shape, wanted, cost, chances, tolerance)
+    if family is None:
+        near = nearest_plan(space, shape, target, cost, within=plans[larger], around=plans[smaller])
+        raise PlanError(
+            f"target {target:.6g}: no plan between budgets {larger!r} and {smaller!r} costs that within {tolerance:.3g}; "
+            f"the nearest reachable cost is {plan_cost(shape, near, cost):.6g}: ask for it"
+        )
+    return family[""]
+
+
+def hardened(router: BudgetRouter, scale: float) -> dict[str, Chances]:
+    """Budget -> axis -> [places][choices]: probabilities at logit scale `scale`, without noise; for logs and reports."""
+    return {name: _chances(router.logits_of(name), scale) for name in router.budget_names}

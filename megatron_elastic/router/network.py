@@ -1,4 +1,4 @@
-"""The router: for every elastic axis a small network from a budget to logits over the axis' choices."""
+"""The router: for every elastic axis a small network from a budget to logits over the axis' choices, at each of its places."""
 
 from __future__ import annotations
 
@@ -16,20 +16,25 @@ LEAKY_SLOPE = 0.1
 
 
 class AxisNetwork(torch.nn.Module):
-    """Budget [num_budgets] -> Linear(width) -> LeakyReLU(0.1) -> Linear -> logits [choices]; no biases (arXiv 2511.16664, section 3)."""
+    """Budget [num_budgets] -> Linear(width) -> LeakyReLU(0.1) -> Linear -> logits [places, choices]; no biases (arXiv 2511.16664, section 3).
+
+    The places of a per-layer axis share the inner layer. outer: [places * choices, width], place after place.
+    """
 
     def __init__(self, num_budgets: int, width: int, spec: AxisSpec, init_std: float, generator: torch.Generator) -> None:
         """Weights are normal with standard deviation `init_std`, drawn from `generator` alone."""
         super().__init__()
+        self.places = spec.places
         self.inner = torch.nn.Parameter(torch.empty(width, num_budgets, dtype=torch.float32))
-        self.outer = torch.nn.Parameter(torch.empty(len(spec.choices), width, dtype=torch.float32))
+        self.outer = torch.nn.Parameter(torch.empty(spec.places * len(spec.choices), width, dtype=torch.float32))
         with torch.no_grad():
             for weight in (self.inner, self.outer):
                 weight.normal_(0.0, init_std, generator=generator)
 
     def forward(self, budget_input: torch.Tensor) -> torch.Tensor:
-        """Logits [choices] for `budget_input` [num_budgets]."""
-        return functional.linear(functional.leaky_relu(functional.linear(budget_input, self.inner), LEAKY_SLOPE), self.outer)
+        """Logits [places, choices] for `budget_input` [num_budgets]."""
+        hidden = functional.leaky_relu(functional.linear(budget_input, self.inner), LEAKY_SLOPE)
+        return functional.linear(hidden, self.outer).unflatten(0, (self.places, -1))
 
 
 class BudgetRouter(torch.nn.Module):
@@ -54,11 +59,11 @@ class BudgetRouter(torch.nn.Module):
         )
 
     def forward(self, budget_input: torch.Tensor) -> dict[ElasticAxis, torch.Tensor]:
-        """Logits [choices] of every elastic axis for `budget_input` [num_budgets]."""
+        """Logits [places, choices] of every elastic axis for `budget_input` [num_budgets]."""
         return {ElasticAxis(axis): network(budget_input) for axis, network in self.networks.items()}
 
     def logits_of(self, name: str) -> dict[ElasticAxis, torch.Tensor]:
-        """Logits of every axis for the trained budget `name`. Raises ConfigError for an unknown one."""
+        """Logits [places, choices] of every axis for the trained budget `name`. Raises ConfigError for an unknown one."""
         return self(self.budget_input(self.position_of(name)))
 
     def position_of(self, name: str) -> int:

@@ -8,26 +8,27 @@ import torch
 from torch.nn import functional
 
 from megatron_elastic.axes import ElasticAxis, ElasticSpace
-from megatron_elastic.cost import Number, Widths
+from megatron_elastic.cost import Number, SoftChoices, Widths
 from megatron_elastic.decisions import survival_weights
 
 ANCHOR_WEIGHT = 10.0
 
 
 def expected_widths(space: ElasticSpace, pi_by_axis: Mapping[ElasticAxis, torch.Tensor], num_layers: int) -> Widths:
-    """The expectation of a decision, for the cost model: 0-d tensors, differentiable in pi.
+    """The expectation of a decision, for the cost model: 0-d tensors, differentiable in pi; a tuple of them for a per-layer axis.
 
-    pi_by_axis: [choices] for each elastic axis. Axes that are not elastic keep the parent's integer width.
+    pi_by_axis: [places, choices] for each elastic axis. Axes that are not elastic keep the parent's integer width.
     """
-    axes: dict[ElasticAxis, Number] = dict(space.parent.widths)
+    axes: dict[ElasticAxis, Number | tuple[Number, ...]] = dict(space.parent.widths)
     survival: list[Number] = [1] * num_layers
     for spec in space.axes:
         pi = pi_by_axis[spec.axis]
         if spec.axis is ElasticAxis.LAYERS:
-            survival = list(survival_weights(spec.choices, space.drop_order, pi, num_layers).unbind())
-        else:
-            axes[spec.axis] = (pi * pi.new_tensor(spec.choices)).sum()
-    return Widths(axes, survival)
+            survival = list(survival_weights(spec.choices, space.drop_order, pi[0], num_layers).unbind())
+            continue
+        widths = (pi * pi.new_tensor(spec.choices)).sum(-1).unbind()
+        axes[spec.axis] = widths if spec.per_layer else widths[0]
+    return Widths(axes, survival, SoftChoices(space, pi_by_axis))
 
 
 def budget_loss(cost: torch.Tensor, target: float, tolerance: float) -> torch.Tensor:
@@ -37,10 +38,13 @@ def budget_loss(cost: torch.Tensor, target: float, tolerance: float) -> torch.Te
 
 
 def anchor_loss(pi_by_axis: Mapping[ElasticAxis, torch.Tensor]) -> torch.Tensor:
-    """10 x the sum over axes of the mean square of (pi - one-hot of the largest choice): keeps the full budget at the parent."""
+    """10 x the sum over axes of the mean square of (pi - one-hot of the largest choice): keeps the full budget at the parent.
+
+    pi_by_axis: [places, choices]. The mean runs over the places too, so that a per-layer axis weighs as a homogeneous one does.
+    """
     terms = []
     for pi in pi_by_axis.values():
         parent = torch.zeros_like(pi)
-        parent[0] = 1.0
+        parent[..., 0] = 1.0
         terms.append(functional.mse_loss(pi, parent))
     return ANCHOR_WEIGHT * torch.stack(terms).sum()

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron_elastic.axes import ElasticAxis, ElasticSpace
+from megatron_elastic.axes import AxisSpec, ElasticAxis, ElasticSpace
 from megatron_elastic.errors import ConfigError
 
 _UNIFORM_BITS = 52  # the most for which (n + 1/2) / 2^bits is exact, so that a uniform is never 0 or 1
@@ -52,19 +52,26 @@ def draw_budget(seed: int, stage: str, step: int, group: int, probabilities: Map
 
 
 def gumbel_noise(seed: int, stage: str, step: int, group: int, space: ElasticSpace) -> dict[ElasticAxis, torch.Tensor]:
-    """Standard Gumbel noise [choices], fp32 on the CPU, for every elastic axis; an axis' noise does not depend on the other axes."""
-    return {
-        spec.axis: torch.tensor(
-            [-math.log(-math.log(uniform("gumbel", seed, stage, step, group, spec.axis.value, i))) for i in range(len(spec.choices))],
-            dtype=torch.float32,
-        )
-        for spec in space.axes
-    }
+    """Standard Gumbel noise [places, choices], fp32 on the CPU, for every elastic axis; an axis' noise does not depend on the others."""
+
+    def noise(spec: AxisSpec) -> torch.Tensor:
+        count = spec.places * len(spec.choices)
+        draws = [-math.log(-math.log(uniform("gumbel", seed, stage, step, group, spec.axis.value, i))) for i in range(count)]
+        return torch.tensor(draws, dtype=torch.float32).unflatten(0, (spec.places, len(spec.choices)))
+
+    return {spec.axis: noise(spec) for spec in space.axes}
 
 
 def relaxed_choice(logits: torch.Tensor, noise: torch.Tensor, tau: float, scale: float) -> torch.Tensor:
-    """pi [choices] = softmax((scale * logits + noise) / tau): Gumbel-softmax (arXiv 1611.01144) on scaled logits."""
+    """pi [places, choices] = softmax((scale * logits + noise) / tau): Gumbel-softmax (arXiv 1611.01144) on scaled logits."""
     return ((scale * logits + noise.to(logits)) / tau).softmax(-1)
+
+
+def straight_through(pi: torch.Tensor) -> torch.Tensor:
+    """The most probable choice of each place as exact zeros and ones [places, choices], with the gradient of pi (arXiv 1611.01144, 2.2)."""
+    hard = torch.zeros_like(pi).scatter(-1, pi.argmax(-1, keepdim=True), 1.0)
+    # hard - pi.detach() + pi, in the order that adds an exact zero: a one must stay a one, or kept components are scaled.
+    return hard + (pi - pi.detach())
 
 
 def group_of_sample(sample_index: int, samples_per_decision: int) -> int:

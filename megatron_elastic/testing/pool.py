@@ -183,7 +183,7 @@ def _join(rank: int, world_size: int, store: str) -> Any:
     import torch
     import torch.distributed as dist
 
-    import megatron_elastic.models.hybrid  # noqa: F401 - the import is what a task need not wait for
+    import megatron_elastic.models.build  # noqa: F401 - the import is what a task need not wait for
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)

@@ -1,9 +1,9 @@
-"""A tiny model that is awkward on purpose, and weights moved off their start."""
+"""Tiny models that are awkward on purpose, and weights moved off their start."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_elastic.shape import AttentionShape, MambaShape, MlpShape, ModelShape, MoeShape
 
@@ -28,6 +28,56 @@ def tiny_shape(**changes: Any) -> ModelShape:
         mlp=MlpShape(ffn=72),
         moe=MoeShape(experts=8, topk=3, ffn=56, shared_ffn=48, scaling_factor=2.5),
         mamba=MambaShape(heads=16, head_dim=6, groups=4, state=7, conv=5, chunk=9),
+    )
+    return replace(shape, **changes)
+
+
+def tiny_dense(*, gated: bool = True, **changes: Any) -> ModelShape:
+    """A dense GPT of four layers with grouped queries, partial rotary embeddings, and a head size of its own.
+
+    gated: RMSNorm, gated SiLU, norms of queries and keys, biases of queries, keys and values only; not gated: LayerNorm, GELU, biases on
+    every linear. Sizes divide as those of `tiny_shape`. changes: fields of ModelShape to replace.
+    """
+    shape = ModelShape(
+        layer_pattern="TTTT",
+        hidden_size=40,
+        vocab_size=131,
+        padded_vocab_size=136,
+        max_sequence_length=512,
+        init_std=0.05,
+        normalization="RMSNorm" if gated else "LayerNorm",
+        activation="silu" if gated else "gelu",
+        gated=gated,
+        linear_bias=not gated,
+        attention=AttentionShape(heads=12, kv_groups=2, head_dim=10, qkv_bias=True, qk_norm=gated, rope_base=500.0, rope_fraction=0.6),
+        mlp=MlpShape(ffn=72),
+    )
+    return replace(shape, **changes)
+
+
+def tiny_moe(*, score: Literal["sigmoid", "softmax"] = "sigmoid", **changes: Any) -> ModelShape:
+    """A GPT of four layers, the first dense and the others mixtures of experts, with norms of queries and keys and rotary embeddings.
+
+    score: sigmoid has RMSNorm, gated SiLU, a group-limited router with an expert bias and a shared expert; softmax has LayerNorm, plain
+    GELU, a softmax over the chosen experts, and no shared expert.
+    Sizes divide as those of `tiny_shape`. changes: fields of ModelShape to replace.
+    """
+    sigmoid = score == "sigmoid"
+    grouped = MoeShape(experts=16, topk=6, ffn=56, shared_ffn=48, scaling_factor=2.5, routing_groups=4, groups_per_token=3)
+    plain = MoeShape(experts=8, topk=3, ffn=56, score="softmax", expert_bias=False, scaling_factor=None)
+    shape = ModelShape(
+        layer_pattern="TXXX",
+        hidden_size=40,
+        vocab_size=131,
+        padded_vocab_size=136,
+        max_sequence_length=512,
+        init_std=0.05,
+        normalization="RMSNorm" if sigmoid else "LayerNorm",
+        activation="silu" if sigmoid else "gelu",
+        gated=sigmoid,
+        attention=AttentionShape(heads=12, kv_groups=2, head_dim=10, qkv_bias=True, qk_norm=True, rope_base=500.0),
+        mlp=MlpShape(ffn=72),
+        moe=grouped if sigmoid else plain,
     )
     return replace(shape, **changes)
 

@@ -7,6 +7,7 @@ import time
 from typing import Any, TextIO
 
 from megatron_elastic.checkpoint import prune
+from megatron_elastic.formats import METRICS
 from megatron_elastic.router.finalize import hardened
 from megatron_elastic.router.schedules import logit_scale, temperature
 from megatron_elastic.train.evaluate import held_out_losses, untrained_losses
@@ -52,9 +53,8 @@ class Record:
         """Append one row and its numbers as scalars; `step` counts inside the stage, scalars over the run."""
         if self._file is None:
             return
-        self._file.write(
-            json.dumps({"kind": kind, "stage": run.stage.name, "step": step, "tokens": tokens_done(run, step), **values}) + "\n"
-        )
+        row = {**METRICS.stamp, "kind": kind, "stage": run.stage.name, "step": step, "tokens": tokens_done(run, step), **values}
+        self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         if self._writer is not None:
             for tag, value in _flatten(f"{kind}", values):

@@ -21,7 +21,7 @@ from megatron_elastic.recipe import Recipe, StageConfig
 from megatron_elastic.router.finalize import FamilyReport, examine, report_of
 from megatron_elastic.router.network import BudgetRouter
 from megatron_elastic.router.objective import anchor_loss, budget_loss, expected_widths
-from megatron_elastic.router.sampling import draw_budget, gumbel_noise, relaxed_choice
+from megatron_elastic.router.sampling import draw_budget, gumbel_noise, relaxed_choice, straight_through
 from megatron_elastic.router.schedules import logit_scale, temperature, tolerance
 
 
@@ -30,7 +30,8 @@ class GroupDecision:
     """The decision of one group of samples.
 
     plan: the hard plan, None when soft; cost_ratio: its cost over the target.
-    probabilities: axis -> pi [choices] attached to the router, and leaves: the detached tensors the model saw (both empty when hard).
+    probabilities: axis -> pi [places, choices] attached to the router, and leaves: the detached tensors the model saw (both empty when
+    hard).
     """
 
     budget: str
@@ -83,7 +84,7 @@ class Decider:
         """What one microbatch of `group` runs; each has its own graph from the leaves, because each has its own backward."""
         if group.plan is not None:
             return hard_decision(self.space, group.plan, Mode.SLICE, self.shape.num_layers)
-        return soft_decision(self.space, group.leaves, self.shape.num_layers)
+        return soft_decision(self.space, group.leaves, self.shape.num_layers, self.recipe.router.width_threshold)
 
     def _soft(self, budget: str, stage: StageConfig, step: int, group: int, progress: float) -> GroupDecision:
         assert self.router is not None
@@ -93,6 +94,8 @@ class Decider:
         tau, scale = temperature(learned, *settings.temperature), logit_scale(learned, *settings.logit_scale)
         logits = self.router.logits_of(budget)
         pi = {axis: relaxed_choice(value, noise[axis], tau, scale) for axis, value in logits.items()}
+        if settings.straight_through:
+            pi = {axis: straight_through(value) for axis, value in pi.items()}
         leaves = {axis: value.detach().requires_grad_() for axis, value in pi.items()}
         cost = self.cost(expected_widths(self.space, pi, self.shape.num_layers))
         return GroupDecision(budget, None, cost / self.targets[budget], pi, leaves)
@@ -110,9 +113,9 @@ class Decider:
         anchor = anchor_loss({axis: logits.softmax(-1) for axis, logits in self._full_logits(learned).items()})
         loss = anchor / len(self.targets)
         if soft:
-            gradients = torch.cat([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for _, leaf in soft])
+            gradients = torch.cat([(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).flatten() for _, leaf in soft])
             dist.all_reduce(gradients, group=parallel.world)
-            loss = loss + (torch.cat([pi for pi, _ in soft]) * (gradients / num_tokens)).sum()
+            loss = loss + (torch.cat([pi.flatten() for pi, _ in soft]) * (gradients / num_tokens)).sum()
             allowed = tolerance(learned, settings.tolerance[0], end=settings.tolerance[1])
             misses = [budget_loss(torch.as_tensor(group.cost_ratio), 1.0, allowed) for group in groups if group.leaves]
             loss = loss + settings.budget_weight * torch.stack(misses).mean()

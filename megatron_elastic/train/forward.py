@@ -12,9 +12,14 @@ from megatron_elastic.train.data import MicroBatch, packed_seq_params
 
 
 def hidden_states(model: Any, batch: MicroBatch) -> torch.Tensor:
-    """Final hidden states [tokens, 1, kept hidden] of a hybrid model (not wrapped) on a packed microbatch."""
+    """Final hidden states [tokens, 1, kept hidden] of a hybrid or GPT model (not wrapped) on a packed microbatch.
+
+    Documents do not see each other, and rotary positions restart at each.
+    """
     embedded = model.embedding(input_ids=batch.tokens, position_ids=batch.position_ids) if model.pre_process else None
-    return model.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=packed_seq_params(batch))
+    # Angles of the longest document's positions: megatron-core deals them out anew to every document of a packed batch.
+    rotary = model.rotary_pos_emb(batch.max_seqlen, packed_seq=True) if model.position_embedding_type == "rope" else None
+    return model.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packed_seq_params(batch))
 
 
 def output_weight(model: Any) -> torch.Tensor:

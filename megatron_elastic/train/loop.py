@@ -13,6 +13,7 @@ import yaml
 
 from megatron_elastic.config import to_plain
 from megatron_elastic.errors import CheckpointError, ConfigError, DataError, ElasticError, PlanError, UnsupportedError, raise_all
+from megatron_elastic.formats import FAMILY, VERSIONS
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.preflight import recipe_problems
 from megatron_elastic.recipe import Recipe
@@ -24,7 +25,6 @@ from megatron_elastic.train.run import Run
 from megatron_elastic.train.step import train_step
 
 FAMILY_FILE = "family.json"
-FAMILY_FORMAT_VERSION = 1
 
 
 def train(recipe: Recipe, *, stage: str | None = None, steps: int | None = None) -> None:
@@ -160,7 +160,7 @@ def _keep_recipe(run: Run) -> None:
         return
     run.directory.mkdir(parents=True, exist_ok=True)
     (run.directory / "recipe.yaml").write_text(yaml.safe_dump(to_plain(run.recipe), sort_keys=False), encoding="utf-8")
-    versions = {name: version(name) for name in ("torch", "megatron-core", "numpy")}
+    versions = VERSIONS.stamp | {name: version(name) for name in ("torch", "megatron-core", "numpy")}
     (run.directory / "versions.json").write_text(json.dumps(versions, indent=2) + "\n", encoding="utf-8")
 
 
@@ -181,7 +181,7 @@ def write_family(path: Path, plans: dict, costs: dict[str, float], targets: dict
     """family.json: budget -> plan, its cost and its target."""
     assert recipe.elastic is not None
     budgets = {name: {"plan": plan.to_dict(), "cost": costs[name], "target": targets[name]} for name, plan in plans.items()}
-    data = {"format_version": FAMILY_FORMAT_VERSION, "cost": recipe.elastic.cost, "budgets": budgets}
+    data = {**FAMILY.stamp, "cost": recipe.elastic.cost, "budgets": budgets}
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 

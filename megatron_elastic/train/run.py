@@ -13,7 +13,7 @@ from megatron_elastic.checkpoint import find_model_checkpoint, latest_checkpoint
 from megatron_elastic.config import to_plain
 from megatron_elastic.elastic.attach import ElasticHandle, elasticize
 from megatron_elastic.errors import CheckpointError, ConfigError
-from megatron_elastic.models.hybrid import build_hybrid
+from megatron_elastic.models.build import build_model
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.recipe import Recipe, StageConfig
 from megatron_elastic.recipe_files import flatten
@@ -33,7 +33,9 @@ class Run:
 
     def __init__(self, recipe: Recipe, parallel: ParallelContext) -> None:
         self.recipe, self.parallel, self.directory = recipe, parallel, Path(recipe.run_dir)
-        self.model: Any = build_hybrid(recipe.model, parallel, seed=recipe.seed, expert_bias_rate=EXPERT_BIAS_RATE)
+        self.model: Any = build_model(
+            recipe.model, parallel, seed=recipe.seed, params_dtype=parameter_dtype(recipe), expert_bias_rate=EXPERT_BIAS_RATE
+        )
         config = self.model.config
         config.finalize_model_grads_func = finalize_model_grads
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
@@ -143,11 +145,13 @@ class Run:
             return
         space = self.recipe.space
         assert space is not None
-        self.teacher = build_hybrid(self.recipe.model, self.parallel, seed=self.recipe.seed)
+        self.teacher = build_model(self.recipe.model, self.parallel, seed=self.recipe.seed, params_dtype=parameter_dtype(self.recipe))
         load_checkpoint(parent, model=self.teacher, parallel=self.parallel, shape=self.recipe.model)
         self.teacher.requires_grad_(False)
         self.teacher.eval()
-        self.handle = elasticize(self.model, space, self.parallel, self.recipe.model)
+        assert self.recipe.elastic is not None
+        rate = self.recipe.elastic.expert_bias_rate
+        self.handle = elasticize(self.model, space, self.parallel, self.recipe.model, expert_bias_rate=rate)
         self.decider = Decider(self.recipe, space)
 
     def save(self, *, stage_end: bool) -> Path:
@@ -183,8 +187,16 @@ def learned_by(recipe: Recipe) -> dict[str, Any]:
     return flatten({part: plain[part] for part in parts})
 
 
+def parameter_dtype(recipe: Recipe) -> torch.dtype:
+    """The type of parameters and activations. The few that megatron-core makes in fp32 (A_log, D, the experts' selection bias) stay so.
+
+    Its Float16Module is not used: it would cast those too, and turn the model's output into fp32 before the loss can do that in chunks.
+    """
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[recipe.precision]
+
+
 def build_optimizer(recipe: Recipe, chunk: DistributedDataParallel) -> Any:
-    """megatron-core's distributed AdamW over one DDP chunk; learning rates are set every step."""
+    """megatron-core's distributed AdamW over one DDP chunk, with fp32 master weights; learning rates are set every step."""
     settings = recipe.optimizer
     config = OptimizerConfig(
         optimizer="adam",
@@ -195,7 +207,7 @@ def build_optimizer(recipe: Recipe, chunk: DistributedDataParallel) -> Any:
         adam_eps=settings.eps,
         clip_grad=settings.clip_grad,
         use_distributed_optimizer=True,
-        bf16=False,
-        params_dtype=torch.float32,
+        bf16=recipe.precision == "bf16",
+        params_dtype=parameter_dtype(recipe),
     )
     return get_megatron_optimizer(config, [chunk], use_gloo_process_groups=False)

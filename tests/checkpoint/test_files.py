@@ -57,7 +57,7 @@ def test_messages(tmp_path):
         open_checkpoint(tmp_path / "foreign")
     file = write(tmp_path / "a") / DESCRIPTION
     file.write_text(json.dumps({**json.loads(file.read_text()), "format_version": 7}))
-    with pytest.raises(CheckpointError, match="format_version 7, not 1"):
+    with pytest.raises(CheckpointError, match="format_version 7 is not 1"):
         open_checkpoint(tmp_path / "a")
     with pytest.raises(CheckpointError, match="exists; choose another path"):
         write(tmp_path / "a")

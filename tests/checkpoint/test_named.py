@@ -24,9 +24,9 @@ SHAPES = {"untied": tiny_run.SHAPE, "tied": tiny_shape(tied_embeddings=True, moe
 
 
 def build(parallel: ParallelContext, shape: ModelShape, seed: int) -> torch.nn.Module:
-    from megatron_elastic.models.hybrid import build_hybrid
+    from megatron_elastic.models.build import build_model
 
-    model = build_hybrid(shape, parallel)
+    model = build_model(shape, parallel)
     randomize_(model, seed)
     return model
 

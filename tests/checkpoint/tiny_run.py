@@ -46,10 +46,10 @@ def start(parallel: ParallelContext, *, shape: ModelShape = SHAPE, seed: int = 7
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    from megatron_elastic.models.hybrid import build_hybrid
+    from megatron_elastic.models.build import build_model
     from megatron_elastic.testing.tiny import randomize_
 
-    bare = build_hybrid(shape, parallel)
+    bare = build_model(shape, parallel)
     randomize_(bare, seed)
     model = DistributedDataParallel(bare.config, DistributedDataParallelConfig(use_distributed_optimizer=True), bare)
     config = OptimizerConfig(

@@ -1,4 +1,4 @@
-"""`report`: plots, an aligned table with the baseline beside each budget, the same numbers as JSON, and no torch."""
+"""`report`: a page, its plots, an aligned table with the baseline beside each budget, the same numbers as JSON, and no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from megatron_elastic.cli.report import command
 from megatron_elastic.errors import CheckpointError, ConfigError
 from tests.report.synthetic_run import FEW_AXES, FLOOR, write_run
 
-PLOTS = {"loss_per_budget.png", "cost_vs_target.png", "quality_vs_cost.png", "router.png"}
+PLOTS = {"loss_per_budget.png", "cost_vs_target.png", "quality_vs_cost.png", "learning_rate_and_speed.png", "router.png"}
+
+
+def written(directory):
+    """Names of the files of a report, those of plots apart; nothing temporary is left."""
+    assert {path.name for path in directory.iterdir()} == {"report.html", "report.json", "plots"}
+    return {path.name for path in (directory / "plots").iterdir()}
 
 
 def report(*arguments):
@@ -38,7 +44,8 @@ def table(output):
 def test_a_run_alone(tmp_path):
     run = write_run(tmp_path / "run", parent_loss=True)
     output = report(run)
-    assert {path.name for path in (run / "report").iterdir()} == PLOTS | {"report.json"}
+    assert written(run / "report") == PLOTS
+    assert output.splitlines()[0] == f"wrote {run}/report/report.html"
     rows = table(output)
     assert rows[0] == {
         "budget": "full",
@@ -63,6 +70,7 @@ def test_a_run_alone(tmp_path):
         "full within 2% of the parent: yes (1.7000 against 1.7500, -2.9%, on 1,024 tokens)",
         next(line for line in output.splitlines() if line.startswith("each cost within 5% of its target: yes (the farthest: ")),
         "small better after each stage: yes (short 5.0000 to 2.5000, long 2.2500 to 2.2000)",
+        "each member part of the larger one: yes (full > medium > small)",
     ]
 
 
@@ -77,7 +85,8 @@ def test_a_baseline_stands_below_each_budget(tmp_path):
     run = write_run(tmp_path / "run", *FEW_AXES)
     other = write_run(tmp_path / "other", *FEW_AXES, "router.choice=uniform", worse=0.1)
     (other / "verify.json").unlink()
-    rows = table(report(run, "--baseline", other))
+    output = report(run, "--baseline", other)
+    rows = table(output)
     assert [(row["budget"], row["run"], row["plan"]) for row in rows] == [
         *(("full", "run", "parent"), ("full", "other", "parent")),
         *(("medium", "run", "learned"), ("medium", "other", "uniform")),
@@ -85,6 +94,9 @@ def test_a_baseline_stands_below_each_budget(tmp_path):
     ]
     assert [rows[3][column] for column in ("loss before", "after long", "extracted", "max diff")] == ["3.1000", "2.0000", "-", "-"]
     assert not (other / "report").exists()
+    assert "each smaller budget better than in other: yes (medium 1.9000 against 2.0000, small 2.2000 against 2.3000)" in output
+    page = (run / "report" / "report.html").read_text()
+    assert "better than in other" in page and "beside it the baseline other" in page
 
 
 def test_the_numbers_are_also_json(tmp_path):
@@ -93,22 +105,25 @@ def test_the_numbers_are_also_json(tmp_path):
     report(run, "--baseline", other, "--out", tmp_path / "out")
     assert not (run / "report").exists()
     data = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert data["format_version"] == 1 and data["cost"] == "active_params" and set(data["plots"]) == PLOTS
+    assert data["format_version"] == 2 and data["cost"] == "active_params"
+    assert set(data["plots"]) == {f"plots/{name}" for name in PLOTS}
     assert data["stages"] == [{"name": "short", "sequence_length": 256}, {"name": "long", "sequence_length": 1024}]
     assert data["parent_loss"] == {"short": 2.0, "long": None}
     assert [(row["run"], row["budget"]) for row in data["rows"]] == [(name, budget) for budget in FLOOR for name in ("run", "other")]
     small = data["rows"][4]
     assert (small["loss_before"], small["loss_after"], small["extracted_loss"]) == (5.0, pytest.approx({"short": 2.5, "long": 2.2}), 2.5)
-    assert [fact["holds"] for fact in data["facts"]] == [True, None, False, True]
+    assert [fact["holds"] for fact in data["facts"]] == [True, None, False, True, True, True]
+    assert [axis["axis"] for axis in small["widths"]] == ["hidden", "ffn", "mamba_heads"]
+    assert small["widths"][0]["parent"] == 128 > small["widths"][0]["widths"][0]
 
 
 def test_a_run_without_a_learned_router(tmp_path):
     run = write_run(tmp_path / "run", "router.choice=uniform")
-    (run / "report").mkdir()
-    (run / "report" / "router.png").write_bytes(b"of an earlier run")
+    (run / "report" / "plots").mkdir(parents=True)
+    (run / "report" / "plots" / "router.png").write_bytes(b"of an earlier run")
     output = report(run)
-    assert "router.png is left out: the run has no learned router" in output.splitlines()
-    assert {path.name for path in (run / "report").iterdir()} == (PLOTS - {"router.png"}) | {"report.json"}
+    assert "note: there is no plot of the router: the run has no learned router" in output.splitlines()
+    assert written(run / "report") == PLOTS - {"router.png"}
 
 
 def test_a_narrow_terminal_cuts_nothing(tmp_path, monkeypatch):
@@ -127,6 +142,9 @@ def test_mistakes(tmp_path):
     with pytest.raises(ConfigError, match=r"baseline .*other: eval.samples 8 is not the run's 64; train the baseline with the run's"):
         report(run, "--baseline", write_run(tmp_path / "other", "eval.samples=8"))
     assert not (run / "report").exists(), "nothing is written before everything is read"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file: no report can be written there: .*; name another directory with --out"):
+        report(run, "--out", tmp_path / "file")
 
 
 def test_torch_is_not_imported(tmp_path):

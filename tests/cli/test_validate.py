@@ -35,6 +35,40 @@ def test_a_good_recipe_is_summed_up(tmp_path):
     assert not any(line.startswith("note:") for line in lines)
 
 
+def test_per_layer_axes_are_named():
+    choices = "elastic.axes.moe_ffn={choices: [192, 144, 96, 64], per_layer: true}"
+    assert "elastic axes: hidden, ffn, moe_ffn (2 layers), shared_ffn" in validate(TINY, choices)
+
+
+GPT = (
+    *("model.layer_pattern=TX", "model.mamba=null", "elastic=null", "stages=[]"),
+    "model.attention={heads: 8, kv_groups: 2, head_dim: 16, rope_base: 10000}",
+)
+
+
+def test_gpt_parents():
+    assert validate(TINY, *GPT).splitlines()[1].endswith(" active, 2 layers")
+    for override, message in [
+        ("parallel.tensor=3", "parallel.tensor 3 does not divide model.mlp.ffn 512"),
+        ("parallel.tensor=3", "parallel.tensor 3 does not divide model.attention.heads 8"),
+        ("parallel.expert=3", "parallel.expert 3 does not divide model.moe.experts 8"),
+        ("parallel.pipeline=4", "parallel.pipeline 4 does not divide the 2 layers of model.layer_pattern"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            validate(TINY, *GPT, override)
+        assert message in str(caught.value)
+    with pytest.raises(ConfigError, match="parallel.expert 2 needs a mixture of experts"):
+        validate(TINY, *GPT, "model.layer_pattern=TT", "parallel.expert=2")
+
+
+def test_sizes_of_every_layer_are_checked_against_the_layout():
+    uneven = (*GPT, "model.layer_pattern=TT", "model.mlp={ffn: [512, 384]}")
+    assert "ok:" in validate(TINY, *uneven, "parallel.tensor=2")
+    with pytest.raises(ConfigError) as caught:
+        validate(TINY, *uneven, "parallel.tensor=256")
+    assert any(line.startswith("parallel.tensor 256 does not divide model.mlp.ffn 384") for line in caught.value.problems)
+
+
 def test_steps_and_tokens_of_a_stage():
     output = validate(TINY, "stages.short.steps=7", "stages.short.global_batch_size=16")
     assert "stage short (elastic): 7 steps of 16 x 256, 28,672 tokens" in output
@@ -86,6 +120,10 @@ def test_notes_about_data():
             "the last stage's sequence_length 1000 is not a multiple of model.mamba.chunk 32; use 992",
         ),
         (["elastic.axes.hidden=[128, 0.3]"], "elastic.axes.hidden: fraction 0.3 of 128 is 38.4"),
+        (
+            ["elastic.axes.moe_ffn={choices: [192, 96], per_layer: true}", "elastic.budgets.small={plan: {moe_ffn: [96, 96, 96]}}"],
+            "elastic.budgets.small.plan: moe_ffn names 3 widths, but it has 2 layers",
+        ),
     ],
 )
 def test_each_problem_has_its_message(overrides, message):

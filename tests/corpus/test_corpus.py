@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -167,6 +167,7 @@ def test_opening_refuses_what_training_could_not_use(texts, tmp_path):
         open_data(out)
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_bytes_round_trip(text):
     tokenizer = ByteTokenizer()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_elastic.distill import losses
 from megatron_elastic.distill.losses import OutputLossTerms, chunked_output_loss, reference_output_loss
 from megatron_elastic.errors import ConfigError
 
@@ -150,15 +151,32 @@ def test_bf16_inputs_use_fp32_mathematics():
     assert [grad.dtype for grad in _grads(loss, inputs)] == [torch.bfloat16, torch.bfloat16]
 
 
-class _Largest(TorchDispatchMode):
-    """Remembers the largest tensor any operation returns."""
+@pytest.mark.parametrize("words_at_once", [1, 10, 29, 1000])
+def test_a_bf16_weight_may_be_widened_in_blocks(words_at_once, monkeypatch):
+    monkeypatch.setattr(losses, "WIDENED_WORDS", words_at_once)
+    inputs = _inputs(torch.bfloat16)
+    loss = chunked_output_loss(**inputs, terms=_terms())
+    exact = {name: value.detach().double() if value.is_floating_point() else value for name, value in inputs.items()}
+    for name in ("student_hidden", "student_weight"):
+        exact[name].requires_grad_()
+    whole = reference_output_loss(**exact, terms=_terms())
+    torch.testing.assert_close(loss.total.double(), whole.total, rtol=1e-6, atol=0)
+    for grad, expected in zip(_grads(loss, inputs), _grads(whole, exact), strict=True):
+        # rounded to bf16 when it is formed, and again when it is scaled
+        torch.testing.assert_close(grad.double(), expected, rtol=2.1 * 2**-8, atol=1e-6)
 
-    numel = 0
+
+class _Largest(TorchDispatchMode):
+    """Remembers the largest tensor any operation returns, of one type or of any."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.numel, self._dtype = 0, dtype
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for value in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and self._dtype in (None, value.dtype):
                 self.numel = max(self.numel, value.numel())
         return out
 
@@ -176,6 +194,19 @@ def test_whole_logits_never_exist():
     with _Largest() as seen:
         reference_output_loss(hidden, weight, *other, terms).total.backward()
     assert seen.numel >= tokens * words  # the instrument does see whole logits
+
+
+def test_a_whole_bf16_weight_never_exists_in_fp32(monkeypatch):
+    tokens, words, width, block = 8, 96, 64, 10
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, width, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(words, width, generator=generator).bfloat16()
+    other = (torch.zeros(tokens, dtype=torch.long), hidden.detach() + 1, weight, torch.ones(tokens))
+    for words_at_once, largest in ((block, block * width), (words, words * width)):
+        monkeypatch.setattr(losses, "WIDENED_WORDS", words_at_once)
+        with _Largest(torch.float32) as seen:
+            chunked_output_loss(hidden, weight, *other, _terms(vocab_size=words, chunk_tokens=4)).total.backward()
+        assert seen.numel == largest
 
 
 @pytest.mark.parametrize(

@@ -1,51 +1,80 @@
-"""A small family that is awkward on purpose: every axis elastic, all sizes different, groups that do not divide each other."""
+"""Small families that are awkward on purpose: every axis elastic, all sizes different, groups that do not divide each other."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 
-from megatron_elastic.axes import ElasticAxis, ElasticSpace, SubmodelPlan
+from megatron_elastic.axes import ElasticAxis, ElasticSpace, SubmodelPlan, Width
 from megatron_elastic.elastic.attach import ElasticHandle, elasticize
 from megatron_elastic.elastic.decision import Decision
-from megatron_elastic.models.hybrid import build_hybrid
+from megatron_elastic.models.build import build_model
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.platform.versions import canonical_name
-from megatron_elastic.shape import ModelShape, build_space
-from megatron_elastic.testing.tiny import randomize_, tiny_shape
+from megatron_elastic.shape import AXES, AxisChoices, ModelShape, build_space, parent_plan
+from megatron_elastic.testing.tiny import randomize_, tiny_dense, tiny_moe, tiny_shape
 
-CHOICES: dict[ElasticAxis, tuple[int | float, ...]] = {
-    ElasticAxis.HIDDEN: (40, 32, 20),
-    ElasticAxis.FFN: (72, 48, 24),
-    ElasticAxis.MOE_FFN: (56, 44, 16),
-    ElasticAxis.SHARED_FFN: (48, 36, 12),
-    ElasticAxis.HEADS: (12, 8, 4),
-    ElasticAxis.MAMBA_HEADS: (16, 12, 4),
-    ElasticAxis.EXPERTS: (8, 6, 4),
-    ElasticAxis.LAYERS: (6, 5, 3),
-}
+PARENTS: Mapping[str, Callable[..., ModelShape]] = {"hybrid": tiny_shape, "dense": tiny_dense, "moe": tiny_moe}
+SHARD_GROUPS = 4
 
 
-def tiny_space(shape: ModelShape) -> ElasticSpace:
-    """The space of `tiny_shape` (without the axes a changed shape lacks)."""
-    kinds = {ElasticAxis.FFN: "-", ElasticAxis.MOE_FFN: "E", ElasticAxis.SHARED_FFN: "E", ElasticAxis.EXPERTS: "E"}
-    kinds |= {ElasticAxis.HEADS: "*", ElasticAxis.MAMBA_HEADS: "M"}
-    choices = {axis: values for axis, values in CHOICES.items() if kinds.get(axis, shape.layer_pattern[0]) in shape.layer_pattern}
-    return build_space(shape, choices, shard_groups=4, drop_order=(3, 4, 1))
+def tiny_choices(shape: ModelShape, axis: ElasticAxis, parent: int) -> tuple[int, ...]:
+    """Three widths of an axis (or as many as there are): all, three quarters and two fifths of each group."""
+    unit, least = AXES[axis].groups(shape, SHARD_GROUPS), 1
+    if shape.moe is not None and axis is ElasticAxis.EXPERTS:
+        topk, used = shape.moe.topk, shape.moe.groups_per_token or 1
+        assert isinstance(topk, int)
+        unit = shape.moe.routing_groups or 2
+        least = max(-(-topk // (used if shape.moe.routing_groups else unit)), 1)
+    if shape.moe is not None and axis is ElasticAxis.TOPK and shape.moe.score == "softmax" and not shape.moe.pre_softmax:
+        least = 2  # a softmax over one chosen expert is refused
+    whole = parent // unit
+    return tuple(unit * n for n in sorted({whole, max(whole * 3 // 4, least), max(whole * 2 // 5, least)}, reverse=True))
+
+
+def tiny_space(shape: ModelShape, per_layer: Collection[ElasticAxis] = ()) -> ElasticSpace:
+    """Every axis of `shape` elastic, those of `per_layer` with a width for each layer; three layers can be dropped."""
+    axes = {}
+    for axis, parent in [*parent_plan(shape).widths, (ElasticAxis.LAYERS, shape.num_layers)]:
+        assert isinstance(parent, int)
+        if axis is ElasticAxis.TOPK and shape.moe is not None and shape.moe.routing_groups:
+            continue  # refused: the groups of a group-limited router score by topk
+        axes[axis] = AxisChoices(choices=tiny_choices(shape, axis, parent), per_layer=axis in per_layer)
+    last = shape.num_layers - 1
+    return build_space(shape, axes, shard_groups=SHARD_GROUPS, drop_order=tuple(dict.fromkeys((last // 2 + 1, last - 1, 1, *range(last)))))
+
+
+def layer_axes(shape: ModelShape) -> frozenset[ElasticAxis]:
+    """The axes that may differ from layer to layer."""
+    return frozenset(axis for axis, _ in parent_plan(shape).widths if AXES[axis].part)
 
 
 def narrowed(space: ElasticSpace, axis: ElasticAxis | None, choice: int = -1) -> SubmodelPlan:
-    """The plan with choice number `choice` of one axis, or of all of them (None)."""
-    return space.plan({spec.axis: spec.choices[choice] for spec in space.axes if axis is None or spec.axis is axis})
+    """The plan with choice number `choice` of one axis, or of all of them (None); the last where there are fewer."""
+    chosen = [spec for spec in space.axes if axis is None or spec.axis is axis]
+    return space.plan({spec.axis: spec.choices[min(choice, len(spec.choices) - 1)] for spec in chosen})
 
 
-def build_family(parallel: ParallelContext, **changes: Any) -> tuple[Any, ElasticSpace, ElasticHandle, ModelShape]:
-    """A randomised model, made elastic: (model, space, handle, shape)."""
-    shape = tiny_shape(**changes)
-    model = build_hybrid(shape, parallel)
+def staggered(space: ElasticSpace, axis: ElasticAxis | None, start: int = 0) -> SubmodelPlan:
+    """A plan whose per-layer axes (one, or all for None) go round their choices from layer to layer."""
+    widths: dict[ElasticAxis, Width] = {}
+    for spec in space.axes:
+        if axis is None or spec.axis is axis:
+            by_place = tuple(spec.choices[(start + place) % len(spec.choices)] for place in range(spec.places))
+            widths[spec.axis] = by_place if spec.per_layer else spec.choices[min(1, len(spec.choices) - 1)]
+    return space.plan(widths)
+
+
+def build_family(
+    parallel: ParallelContext, parent: str = "hybrid", per_layer: bool = False, **changes: Any
+) -> tuple[Any, ElasticSpace, ElasticHandle, ModelShape]:
+    """A randomised model, made elastic: (model, space, handle, shape). per_layer: every axis that can be is per layer."""
+    shape = PARENTS[parent](**changes)
+    model = build_model(shape, parallel)
     randomize_(model, seed=5)
-    space = tiny_space(shape)
+    space = tiny_space(shape, layer_axes(shape) if per_layer else ())
     return model, space, elasticize(model, space, parallel, shape), shape
 
 

@@ -1,4 +1,4 @@
-"""One hard plan, forward at TP2, EP2 and PP2, equals one process; every rank has the same share of work.
+"""Hard plans of every parent, homogeneous and per layer, forward at TP2, EP2 and PP2, equal one process; every rank has the same share of work.
 
 Run: pytest tests/elastic/test_layouts.py
 """
@@ -11,21 +11,32 @@ from typing import Any
 import pytest
 import torch
 
-from tests.elastic.family import build_family, narrowed, relative, text
+from megatron_elastic.axes import ElasticSpace, SubmodelPlan
+from tests.elastic.family import PARENTS, build_family, narrowed, relative, staggered, text
 
 LAYOUTS = {"TP2": {"tensor": 2}, "EP2": {"expert": 2}, "PP2": {"pipeline": 2}}
+CASES = [(parent, layout) for parent in PARENTS for layout in LAYOUTS if not (parent == "dense" and layout == "EP2")]
 
 
-def plan_logits(rank: int, world_size: int, layout: dict[str, int], choice: int, mode: str) -> Any:
-    """Logits of one plan on a layout (None on ranks that have none), as a rank of the pool computes them."""
+def _runs(space: ElasticSpace) -> list[tuple[SubmodelPlan, str]]:
+    """Plans, homogeneous and not, in both modes."""
+    plans = [narrowed(space, None, 1), narrowed(space, None, 2), staggered(space, None), staggered(space, None, 1)]
+    return [(plan, mode) for plan in plans for mode in ("slice", "mask")]
+
+
+def plan_logits(rank: int, world_size: int, parent: str, layout: dict[str, int]) -> list[torch.Tensor | None]:
+    """Logits of every plan on a layout (None on ranks that have none), as a rank of the pool computes them."""
     from megatron_elastic.parallel import ParallelContext
 
     parallel = ParallelContext.initialize(**layout)
     try:
-        model, space, handle, _ = build_family(parallel)
+        model, space, handle, _ = build_family(parallel, parent, per_layer=True)
         model.eval()
-        with torch.no_grad(), handle.use(narrowed(space, None, choice), mode):
-            return _pipeline_forward(model, parallel, *text(length=24))
+        found = []
+        for plan, mode in _runs(space):
+            with torch.no_grad(), handle.use(plan, mode):
+                found.append(_pipeline_forward(model, parallel, *text(length=24)))
+        return found
     finally:
         parallel.destroy()
 
@@ -48,16 +59,19 @@ def _pipeline_forward(model: Any, parallel: Any, tokens: torch.Tensor, positions
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("mode", ["slice", "mask"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_plan_computes_the_same_on_every_layout(ranks: Callable[..., list[Any]], _one_process: Any, layout: str, mode: str) -> None:
-    model, space, handle, _ = build_family(_one_process)
-    for choice in (1, 2):
-        with torch.no_grad(), handle.use(narrowed(space, None, choice), mode):
-            tokens, positions = text(length=24)
-            expected = model(tokens, positions, None)
-        for logits in ranks(plan_logits, 2, LAYOUTS[layout], choice, mode):
-            assert logits is None or relative(logits, expected) < 1e-5
+@pytest.mark.parametrize(("parent", "layout"), CASES)
+def test_a_plan_computes_the_same_on_every_layout(ranks: Callable[..., list[Any]], _one_process: Any, parent: str, layout: str) -> None:
+    model, space, handle, _ = build_family(_one_process, parent, per_layer=True)
+    model.eval()
+    expected = []
+    for plan, mode in _runs(space):
+        with torch.no_grad(), handle.use(plan, mode):
+            expected.append(model(*text(length=24), None))
+    found = ranks(plan_logits, 2, parent, LAYOUTS[layout])
+    assert any(logits is not None for rank in found for logits in rank)
+    for rank in found:
+        for logits, reference in zip(rank, expected, strict=True):
+            assert logits is None or relative(logits, reference) < 1e-5
 
 
 def kept_rows(rank: int, world_size: int) -> dict[str, int]:

@@ -15,17 +15,17 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron_elastic.elastic.decision import soft_decision
 from megatron_elastic.elastic.linear import elastic_matmul
 from megatron_elastic.platform.versions import canonical_name
-from tests.elastic.family import build_family, forward_backward, narrowed, relative
+from tests.elastic.family import build_family, forward_backward, narrowed, relative, staggered
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_microbatches_of_different_plans_add_up(_one_process: Any, overlap: bool) -> None:
-    reference, space, reference_handle, shape = build_family(_one_process)
-    model, _, handle, _ = build_family(_one_process)
+@pytest.mark.parametrize(("parent", "overlap"), [("hybrid", False), ("hybrid", True), ("dense", True), ("moe", True)])
+def test_microbatches_of_different_plans_add_up(_one_process: Any, parent: str, overlap: bool) -> None:
+    reference, space, reference_handle, shape = build_family(_one_process, parent, per_layer=True)
+    model, _, handle, _ = build_family(_one_process, parent, per_layer=True)
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=overlap, grad_reduce_in_fp32=True)
     chunk = DistributedDataParallel(model.config, config, model)
-    pi = {spec.axis: torch.full((len(spec.choices),), 1 / len(spec.choices)) for spec in space.axes}
-    plans = [narrowed(space, None, 1), space.parent, narrowed(space, None, 2), "soft"]
+    pi = {spec.axis: torch.full((spec.places, len(spec.choices)), 1 / len(spec.choices)) for spec in space.axes}
+    plans = [narrowed(space, None, 1), space.parent, staggered(space, None), narrowed(space, None, 2), "soft"]
     expected: dict[str, torch.Tensor] = {}
     for plan in plans:
         decision = soft_decision(space, pi, shape.num_layers) if isinstance(plan, str) else plan

@@ -64,11 +64,11 @@ def family_logits(checkpoint: Path, budget: str, tokens: torch.Tensor) -> torch.
     """Logits of the whole family's weights, masked."""
     from megatron_elastic.checkpoint import load_checkpoint
     from megatron_elastic.elastic.attach import elasticize
-    from megatron_elastic.models.hybrid import build_hybrid
+    from megatron_elastic.models.build import build_model
     from megatron_elastic.parallel import ParallelContext
 
     info, parallel = open_checkpoint(checkpoint), ParallelContext.initialize()
-    model = build_hybrid(info.shape, parallel)
+    model = build_model(info.shape, parallel)
     load_checkpoint(checkpoint, model=model, shape=info.shape, parallel=parallel)
     assert info.space is not None
     handle = elasticize(model.eval(), info.space, parallel, info.shape)
@@ -123,11 +123,11 @@ def test_a_plan_from_a_file(run: Path, members: Path, tmp_path: Path) -> None:
 
 BAD_PLANS: dict[str, tuple[Any, str]] = {
     "width that is no choice": ({"hidden": 24}, "the plan does not fit the space: hidden 24 is not one of its choices [40, 32, 20]"),
-    "axis of another model": ({"mamba_state": 4}, "unknown axis 'mamba_state'"),
+    "axis of another model": ({"depth": 4}, "unknown axis 'depth'"),
     "not JSON": ("{", "cannot be read"),
     "width that is no number": ({"hidden": "wide"}, "cannot be read: invalid literal for int()"),
     "not a plan": ("[1, 2]", "cannot be read: a plan is a JSON object"),
-    "another version": ('{"format_version": 9}', "plan format_version 9 is not 1"),
+    "another version": ('{"format_version": 9}', "plan: format_version 9 is not 1 or 2"),
 }
 
 

@@ -1,5 +1,4 @@
-"""Proves that the hybrid model computes what transformers' NemotronH computes, that packed documents do not see each other,
-and that every parallel layout holds the same full model and gives the same logits as one process."""
+"""Proves that the hybrid model computes what transformers' NemotronH computes and that packed documents do not see each other."""
 
 from __future__ import annotations
 
@@ -11,11 +10,10 @@ import torch
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from torch import Tensor
 
-from megatron_elastic.errors import CheckpointError, ConfigError, UnsupportedError
-from megatron_elastic.models.hybrid import build_hybrid, transformer_config
-from megatron_elastic.models.weights import gather_tensors, scatter_tensors
+from megatron_elastic.models.build import build_model
+from megatron_elastic.models.weights import gather_tensors
 from megatron_elastic.parallel import ParallelContext
-from megatron_elastic.platform.versions import Generation, megatron_generation, packed_documents
+from megatron_elastic.platform.versions import packed_documents
 from megatron_elastic.shape import AttentionShape, ModelShape
 from megatron_elastic.testing.tiny import randomize_, tiny_shape
 
@@ -27,7 +25,7 @@ def tokens(batch: int = 2, length: int = LENGTH) -> Tensor:
 
 
 def tiny_model(parallel: ParallelContext, shape: ModelShape | None = None) -> Any:
-    model = build_hybrid(shape or tiny_shape(), parallel)
+    model = build_model(shape or tiny_shape(), parallel)
     randomize_(model, 3)
     return model.eval()
 
@@ -156,113 +154,10 @@ def test_no_token_sees_a_later_one(parallel: ParallelContext) -> None:
     assert relative(before[:, 12:], after[:, 12:]) > 0.1
 
 
-@pytest.mark.smoke
 def test_training_step_gives_every_parameter_a_gradient(parallel: ParallelContext) -> None:
-    model = build_hybrid(tiny_shape(), parallel).train()
+    model = build_model(tiny_shape(), parallel).train()
     losses = model(tokens(), None, None, labels=tokens().roll(-1, 1))
     assert losses.shape == (2, LENGTH)
     assert abs(float(losses.detach().mean()) - torch.log(torch.tensor(136.0))) < 0.3
     losses.mean().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
-
-
-def test_weights_come_from_the_seed_alone(parallel: ParallelContext) -> None:
-    first = gather_tensors(build_hybrid(tiny_shape(), parallel, seed=7))
-    torch.randn(10)
-    again, other = (gather_tensors(build_hybrid(tiny_shape(), parallel, seed=seed)) for seed in (7, 8))
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not torch.equal(first["output_layer.weight"], other["output_layer.weight"])
-    std = float(first["decoder.layers.0.mixer.in_proj.weight"].std())
-    assert abs(std / tiny_shape().init_std - 1) < 0.1
-    out = float(first["decoder.layers.0.mixer.out_proj.weight"].std())
-    assert abs(out * 6**0.5 / tiny_shape().init_std - 1) < 0.1
-
-
-def test_scatter_is_the_inverse_of_gather_and_refuses_what_does_not_fit(parallel: ParallelContext) -> None:
-    full = gather_tensors(tiny_model(parallel))
-    fresh = build_hybrid(tiny_shape(), parallel)
-    scatter_tensors(fresh, full)
-    assert all(torch.equal(full[name], t) for name, t in gather_tensors(fresh).items())
-    wrong = {**full, "decoder.final_norm.weight": torch.ones(3)}
-    del wrong["output_layer.weight"]
-    with pytest.raises(
-        CheckpointError, match=r"(?s)output_layer.weight is missing.*final_norm.weight has shape \[3\], the model needs \[40\]"
-    ):
-        scatter_tensors(fresh, wrong)
-
-
-def forward_on_layout(
-    rank: int, world: int, layout: dict[str, int], tied: bool
-) -> tuple[Tensor | None, dict[str, Tensor], dict[str, Tensor]]:
-    """A rank's full logits (None before the last stage), the full weights, and the full fresh weights."""
-    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-
-    parallel = ParallelContext.initialize(**layout)
-    shape = tiny_shape(tied_embeddings=tied)
-    model = build_hybrid(shape, parallel).eval()
-    fresh = gather_tensors(model)
-    randomize_(model, 3)
-    ids = tokens()
-    with torch.no_grad():
-        if parallel.pipeline == 1:
-            out = gather_from_tensor_model_parallel_region(model(ids, None, None), group=parallel.tp)
-        else:
-            out = _through_stages(model, ids, parallel, shape)
-    weights = gather_tensors(model)
-    parallel.destroy()
-    return out, weights, fresh
-
-
-def _through_stages(model: Any, ids: Tensor, parallel: ParallelContext, shape: ModelShape) -> Tensor | None:
-    """Two stages by hand: the first sends its hidden states to the second."""
-    peer = 1 - parallel.rank
-    if parallel.is_first_stage:
-        torch.distributed.send(model(ids, None, None).contiguous(), peer)
-        return None
-    hidden = torch.empty(ids.shape[1], ids.shape[0], shape.hidden_size)
-    torch.distributed.recv(hidden, peer)
-    model.set_input_tensor(hidden)
-    return model(ids, None, None)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("layout", [{"tensor": 2}, {"tensor": 2, "expert": 2}, {"expert": 2}, {"pipeline": 2}], ids=str)
-def test_layouts_equal_one_process(parallel: ParallelContext, ranks: Any, layout: dict[str, int], tied: bool) -> None:
-    fresh = build_hybrid(tiny_shape(tied_embeddings=tied), parallel)
-    model = tiny_model(parallel, tiny_shape(tied_embeddings=tied))
-    with torch.no_grad():
-        expected = model(tokens(), None, None)
-    weights, started = gather_tensors(model), gather_tensors(fresh)
-    results = ranks(forward_on_layout, 2, layout, tied)
-    for out, theirs, theirs_started in results:
-        assert theirs.keys() == weights.keys()
-        assert all(torch.equal(theirs[name], t) for name, t in weights.items())
-        assert all(torch.equal(theirs_started[name], t) for name, t in started.items())
-        if out is not None:
-            assert relative(out, expected) < 1e-5
-    assert any(out is not None for out, _, _ in results)
-
-
-def test_layouts_that_do_not_fit_are_listed_at_once(parallel: ParallelContext) -> None:
-    layout = dataclasses.replace(parallel, tensor=5, pipeline=4, expert=3, expert_tensor=3)
-    with pytest.raises(ConfigError) as caught:
-        transformer_config(tiny_shape(), layout)
-    for line in (
-        "parallel.tensor 5 does not divide model.padded_vocab_size (or vocab_size) 136",
-        "parallel.tensor 5 does not divide model.attention.heads 12",
-        "parallel.tensor 5 and model.attention.kv_groups 2: one must divide the other",
-        "parallel.tensor 5 does not divide model.mlp.ffn 72",
-        "parallel.tensor 5 does not divide model.mamba.groups 4",
-        "parallel.tensor 5 does not divide model.moe.shared_ffn 48",
-        "parallel.expert 3 does not divide model.moe.experts 8",
-        "parallel.expert_tensor 3 does not divide model.moe.ffn 56",
-        "parallel.pipeline 4 does not divide the 6 layers of model.layer_pattern",
-    ):
-        assert line in str(caught.value)
-
-
-@pytest.mark.skipif(megatron_generation() is not Generation.V0_16, reason="0.19 sums these gradients")
-def test_experts_that_would_never_be_summed_are_refused(parallel: ParallelContext) -> None:
-    with pytest.raises(UnsupportedError, match="set expert_tensor to 2 or raise parallel.expert"):
-        transformer_config(tiny_shape(), dataclasses.replace(parallel, tensor=2, expert_tensor=1))

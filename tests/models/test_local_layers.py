@@ -13,8 +13,14 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from megatron_elastic.errors import UnsupportedError
-from megatron_elastic.models.hybrid import transformer_config
-from megatron_elastic.models.local_layers import LayerNormColumnParallelLinear, LocalDotProductAttention, LocalRMSNorm, document_lengths
+from megatron_elastic.models.config import model_configs
+from megatron_elastic.models.local_layers import (
+    LayerNormColumnParallelLinear,
+    LocalDotProductAttention,
+    LocalLayerNorm,
+    LocalRMSNorm,
+    document_lengths,
+)
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.testing.tiny import tiny_shape
 
@@ -24,7 +30,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def attention(parallel: ParallelContext, **changes: Any) -> LocalDotProductAttention:
-    config = dataclasses.replace(transformer_config(tiny_shape(), parallel), **changes)
+    config = dataclasses.replace(model_configs(tiny_shape(), parallel).model, **changes)
     return LocalDotProductAttention(config, 1, AttnMaskType.causal, "self")
 
 
@@ -88,16 +94,14 @@ def test_attention_refuses_what_it_cannot_do(parallel: ParallelContext, changes:
 
 
 def test_attention_refuses_another_mask(parallel: ParallelContext) -> None:
-    config = transformer_config(tiny_shape(), parallel)
+    config = model_configs(tiny_shape(), parallel).model
     with pytest.raises(UnsupportedError, match="cross attention with a padding mask"):
         LocalDotProductAttention(config, 1, AttnMaskType.padding, "cross")
 
 
-def test_norms_equal_their_formula(parallel: ParallelContext) -> None:
-    config = dataclasses.replace(transformer_config(tiny_shape(), parallel), layernorm_epsilon=0.1)
-    x = torch.randn(4, 2, 40)
-    alone = LocalRMSNorm(config, 40, 0.2)
-    linear = LayerNormColumnParallelLinear(
+def fused_linear(parallel: ParallelContext, **changes: Any) -> LayerNormColumnParallelLinear:
+    config = dataclasses.replace(model_configs(tiny_shape(), parallel).model, layernorm_epsilon=0.1, **changes)
+    return LayerNormColumnParallelLinear(
         40,
         24,
         config=config,
@@ -108,18 +112,42 @@ def test_norms_equal_their_formula(parallel: ParallelContext) -> None:
         is_expert=False,
         tp_group=parallel.tp,
     )
-    with torch.no_grad():
-        for parameter in (alone.weight, linear.layer_norm_weight, linear.bias):
-            parameter.normal_()
+
+
+@torch.no_grad()
+def test_rms_norms_equal_their_formula(parallel: ParallelContext) -> None:
+    x = torch.randn(4, 2, 40)
+    linear = fused_linear(parallel)
+    alone = LocalRMSNorm(linear.config, 40, 0.2)
+    for parameter in (*alone.parameters(), *linear.parameters()):
+        parameter.normal_()
     torch.testing.assert_close(alone(x), norm(x, alone.weight, 0.2))
-    expected = F.linear(norm(x, linear.layer_norm_weight, 0.1), linear.weight, linear.bias)
-    torch.testing.assert_close(linear(x)[0], expected)
+    torch.testing.assert_close(linear(x)[0], F.linear(norm(x, linear.layer_norm_weight, 0.1), linear.weight, linear.bias))
     assert set(dict(linear.named_parameters())) == {"layer_norm_weight", "weight", "bias"}
+    assert linear.layer_norm_bias is None and linear.normalization == "RMSNorm"
+
+
+@torch.no_grad()
+def test_layer_norms_equal_their_formula(parallel: ParallelContext) -> None:
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        return norm(centred, weight, eps) + bias
+
+    x = torch.randn(4, 2, 40) + 1
+    linear = fused_linear(parallel, normalization="LayerNorm")
+    alone = LocalLayerNorm(linear.config, 40, 0.2)
+    for parameter in (*alone.parameters(), *linear.parameters()):
+        parameter.normal_()
+    assert linear.layer_norm_bias is not None and linear.normalization == "LayerNorm"
+    torch.testing.assert_close(alone(x), layer_norm(x, alone.weight, alone.bias, 0.2))
+    normed = layer_norm(x, linear.layer_norm_weight, linear.layer_norm_bias, 0.1)
+    torch.testing.assert_close(linear(x)[0], F.linear(normed, linear.weight, linear.bias))
+    assert set(dict(linear.named_parameters())) == {"layer_norm_weight", "layer_norm_bias", "weight", "bias"}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_norm_weights_say_whether_their_gradient_is_summed(parallel: ParallelContext, sequence_parallel: bool) -> None:
-    config = transformer_config(
-        tiny_shape(), dataclasses.replace(parallel, tensor=2 if sequence_parallel else 1, expert_tensor=2 if sequence_parallel else 1)
-    )
-    assert LocalRMSNorm(config, 40).weight.sequence_parallel is sequence_parallel
+    layout = dataclasses.replace(parallel, tensor=2, expert_tensor=2) if sequence_parallel else parallel
+    config = model_configs(tiny_shape(), layout).model
+    parameters = [*LocalRMSNorm(config, 40).parameters(), *LocalLayerNorm(config, 40).parameters()]
+    assert [vars(parameter)["sequence_parallel"] for parameter in parameters] == [sequence_parallel] * 3

@@ -1,4 +1,4 @@
-"""Directories of runs that were never trained: a recipe, metrics.jsonl with losses chosen by hand, verify.json."""
+"""Directories of runs that were never trained: a recipe, metrics.jsonl with losses chosen by hand, versions.json, verify.json."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ RECIPE = Path(__file__).parents[1] / "cli" / "tiny.yaml"
 STEPS = ("stages.parent.steps=20", "stages.short.steps=12", "stages.long.steps=6", "stages.long.warmup_steps=2", "eval.interval=4")
 FEW_AXES = ("elastic.axes={hidden: [128, 96, 64], ffn: [512, 256, 128], mamba_heads: [8, 4]}", "elastic.drop_order=[]")
 """Overrides for a quick plot of the router; the costs of its plans miss their targets."""
+
+PER_LAYER = (
+    "model.layer_pattern=MEM*-EM-E",
+    "elastic.axes={hidden: [128, 96, 64], ffn: {choices: [512, 256, 128], per_layer: true}, "
+    "mamba_heads: {choices: [8, 4], per_layer: true}, layers: [9, 8]}",
+    "elastic.drop_order=[2]",
+)
+"""Overrides for two axes with a width for each layer: ffn of layers 4 and 7, mamba_heads of layers 0, 2 and 6; costs miss their targets."""
 
 FLOOR = {"full": 2.0, "medium": 2.2, "small": 2.5}
 """Held-out loss at the end of the first elastic stage; the second stage's is 0.25 lower."""
@@ -51,20 +59,21 @@ def write_run(directory: Path, *overrides: str, parent_loss: bool = False, worse
                 done += stage.elastic
         tokens = head["tokens"]
     write_rows(directory, rows)
+    (directory / "versions.json").write_text(json.dumps({"torch": "9.8.7", "megatron-core": "0.99"}))
     budgets = {name: {"masked_sliced": 1e-6, "masked_extracted": 2e-6, "loss": 2.1, "extracted_loss": loss} for name, loss in FLOOR.items()}
     (directory / "verify.json").write_text(json.dumps({"format_version": 1, "checkpoint": "stage-long", "budgets": budgets}))
     return directory
 
 
 def _family(recipe: Recipe) -> dict[str, Any]:
-    """What every evaluation of a run says alike, and "sizes": axis -> number of its choices, empty without a learned router."""
+    """What every evaluation of a run says alike, and "sizes": axis -> (places, choices), empty without a learned router."""
     cost, space = recipe_cost(recipe), recipe.space
     plans, targets = budget_plans(recipe, cost), budget_targets(recipe, cost)
     assert space is not None
     return {
         "cost_ratio": {name: plan_cost(recipe.model, plan, cost) / targets[name] for name, plan in plans.items()},
         "plans": {name: plan.to_dict() for name, plan in plans.items()},
-        "sizes": {spec.axis.value: len(spec.choices) for spec in space.axes} if recipe.router.choice == "learned" else {},
+        "sizes": {spec.axis.value: (spec.places, len(spec.choices)) for spec in space.axes} if recipe.router.choice == "learned" else {},
     }
 
 
@@ -75,15 +84,24 @@ def _evaluation(family: dict[str, Any], stage: str, share: float, worse: float) 
     values = {"loss": {name: held_out(name, stage, share) + (worse if name != "full" else 0) for name in names}}
     values |= {key: family[key] for key in ("cost_ratio", "plans")}
     if family["sizes"]:
-        shares = {axis: [share + (1 - share) / size, *[(1 - share) / size] * (size - 1)] for axis, size in family["sizes"].items()}
-        values["router"] = dict.fromkeys(names, shares)
+        values["router"] = dict.fromkeys(names, {axis: _probabilities(share, *sizes) for axis, sizes in family["sizes"].items()})
     return values
+
+
+def _probabilities(share: float, places: int, choices: int) -> list[Any]:
+    """[choices] that move from all alike to the first; [places][choices] where every place moves a little less than the one before."""
+    rows = []
+    for place in range(places):
+        sure = share / (1 + place)
+        rows.append([sure + (1 - sure) / choices, *[(1 - sure) / choices] * (choices - 1)])
+    return rows if places > 1 else rows[0]
 
 
 def _step(names: list[str], done: int) -> dict[str, Any]:
     losses = {name: 0.0 if name == "full" and done == 0 else 0.1 * place / (1 + done) + 0.01 for place, name in enumerate(names)}
     ratios = {name: 1.0 + 0.1 * place / (1 + done) for place, name in enumerate(names)}
-    return {"loss": sum(losses.values()), "by_budget": losses, "cost_ratio": {} if names == ["parent"] else ratios}
+    values = {"loss": sum(losses.values()), "by_budget": losses, "cost_ratio": {} if names == ["parent"] else ratios}
+    return values | {"lr": 1e-3 / (1 + done), "router_lr": 1e-2 / (1 + done), "tokens_per_second": 4096.0}
 
 
 def read_rows(directory: Path) -> list[dict[str, Any]]:

@@ -7,11 +7,12 @@ import struct
 import numpy as np
 import pytest
 
-from megatron_elastic.report.plots import plot_costs, plot_losses, plot_quality, plot_router
+from megatron_elastic.report.plots import ROUTER_COLOUR, plot_costs, plot_losses, plot_quality, plot_rates
 from megatron_elastic.report.record import read_run
+from megatron_elastic.report.router_plots import plot_layers, plot_router
 from megatron_elastic.report.style import DPI, colours, running_mean
 from megatron_elastic.report.summary import budget_rows
-from tests.report.synthetic_run import FEW_AXES, read_rows, write_rows, write_run
+from tests.report.synthetic_run import FEW_AXES, PER_LAYER, read_rows, write_rows, write_run
 
 
 def pixels(path):
@@ -37,7 +38,9 @@ def draw_all(record, directory, baseline_rows=()):
     plot_losses(record, directory / "losses.png")
     plot_costs(record, directory / "costs.png")
     plot_quality(record, budget_rows(record), baseline_rows, directory / "quality.png")
+    plot_rates(record, directory / "rates.png")
     plot_router(record, directory / "router.png")
+    plot_layers(record, directory / "layers.png")
     return {path.stem: pixels(path) for path in directory.glob("*.png")}
 
 
@@ -49,7 +52,7 @@ def drawn(tmp_path_factory):
 
 
 def test_sizes_and_contents(drawn):
-    assert set(drawn) == {"losses", "costs", "quality", "router"}
+    assert set(drawn) == {"losses", "costs", "quality", "rates", "router"}
     assert drawn["losses"].shape[:2] == (int(6.2 * DPI), int(7.6 * DPI))
     for image in drawn.values():
         assert min(image.shape[:2]) >= 4 * DPI and image.std() > 0.02
@@ -76,10 +79,31 @@ def test_without_a_learned_router_there_is_no_router_plot(tmp_path):
     assert not (tmp_path / "router.png").exists()
 
 
+def test_layers_have_a_plot_of_their_own_when_an_axis_is_per_layer(drawn, tmp_path):
+    images = draw_all(read_run(write_run(tmp_path / "run", *PER_LAYER)), tmp_path / "out")
+    assert set(images) == {*drawn, "layers"}
+    image = images["layers"]
+    assert min(image.shape[:2]) >= 2 * DPI and np.allclose(image[0], 1) and np.allclose(image[:, [0, -1]], 1)
+    # The later layers of an axis commit later, so that the heat maps run from the colour of every width alike to dark blue.
+    assert share_of(image, "#081D58") > 0.01
+
+
+def test_names_with_signs_of_mathematics_are_drawn_as_they_are(tmp_path):
+    rows = budget_rows(read_run(write_run(tmp_path / "a$b^$", *FEW_AXES)))
+    assert set(draw_all(read_run(tmp_path / "a$b^$"), tmp_path / "out", rows)) == {"losses", "costs", "quality", "rates", "router"}
+
+
+def test_learning_rates_of_the_model_and_of_the_router(drawn, tmp_path):
+    run = write_run(tmp_path / "run", *FEW_AXES)
+    write_rows(run, [{key: value for key, value in row.items() if key != "router_lr"} for row in read_rows(run)])
+    plot_rates(read_run(run), tmp_path / "rates.png")
+    assert share_of(drawn["rates"], ROUTER_COLOUR) > 1e-4 > share_of(pixels(tmp_path / "rates.png"), ROUTER_COLOUR)
+
+
 def test_a_run_that_has_just_begun(tmp_path):
     run = write_run(tmp_path / "run", *FEW_AXES)
     write_rows(run, [row for row in read_rows(run) if row["stage"] == "parent" or (row["stage"], row["step"]) == ("short", 0)])
-    assert set(draw_all(read_run(run), tmp_path / "out")) == {"losses", "costs", "quality", "router"}
+    assert set(draw_all(read_run(run), tmp_path / "out")) == {"losses", "costs", "quality", "rates", "router"}
 
 
 def test_many_budgets_and_other_costs(tmp_path, monkeypatch):
@@ -91,7 +115,7 @@ def test_many_budgets_and_other_costs(tmp_path, monkeypatch):
     budgets = ", ".join(f"{name}: {1 - 0.06 * number}" for number, name in enumerate(names))
     overrides = [f"elastic.budgets={{{budgets}}}", "stages.long.budget_probs=null", "elastic.cost=flops", "router.choice=uniform"]
     images = draw_all(read_run(write_run(tmp_path / "run", *overrides)), tmp_path / "out")
-    assert set(images) == {"losses", "costs", "quality"}
+    assert set(images) == {"losses", "costs", "quality", "rates"}
     for name, image in images.items():
         assert np.allclose(image[:, [0, -1]], 1), f"{name} is cut at the border"
 

@@ -7,6 +7,7 @@ import json
 import pytest
 import yaml
 
+from megatron_elastic.axes import ElasticAxis
 from megatron_elastic.errors import CheckpointError, ConfigError
 from megatron_elastic.report.record import read_run
 from tests.report.synthetic_run import read_rows, write_rows, write_run
@@ -121,3 +122,32 @@ def test_rows_of_something_else(run):
     write_rows(run, [{"kind": "eval", "stage": "short"}])
     with pytest.raises(CheckpointError, match="line 1: no step, tokens, loss; the file is not one of `megatron-elastic train`"):
         read_run(run)
+
+
+def test_steps_without_what_a_report_needs(run):
+    rows = read_rows(run)
+    del next(row for row in rows if row["kind"] == "train")["lr"]
+    write_rows(run, rows)
+    with pytest.raises(CheckpointError, match=r"line \d+: no lr; the file is not one of `megatron-elastic train`, restore it"):
+        read_run(run)
+
+
+def test_time_versions_and_the_end(run):
+    record = read_run(run)
+    assert record.finished and record.versions == {"torch": "9.8.7", "megatron-core": "0.99"}
+    assert record.step_seconds(record.stages[0]) == pytest.approx(12 * 32 * 256 / 4096)
+    (run / "versions.json").unlink()
+    write_rows(run, read_rows(run)[:-1])
+    assert not read_run(run).finished and read_run(run).versions == {}
+    (run / "versions.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="versions.json holds a list, not a mapping; restore it, or remove it"):
+        read_run(run)
+
+
+def test_a_plan_of_an_earlier_release_has_the_parents_width_on_axes_that_came_later(run):
+    rows = read_rows(run)
+    plan = rows[-1]["plans"]["small"]
+    plan["format_version"] = 1
+    kept = plan["widths"].pop("mamba_state")
+    write_rows(run, rows)
+    assert dict(read_run(run).plan_of("small").widths)[ElasticAxis.MAMBA_STATE] == kept

@@ -7,7 +7,7 @@ import pytest
 from megatron_elastic.errors import ConfigError
 from megatron_elastic.report.record import read_run
 from megatron_elastic.report.summary import budget_rows, check_comparable, facts
-from megatron_elastic.report.units import amount, cost_scale, count, count_scale
+from megatron_elastic.report.units import amount, cost_scale, count, count_scale, duration
 from tests.report.synthetic_run import BEFORE, FLOOR, read_rows, write_rows, write_run
 
 
@@ -47,11 +47,12 @@ def test_a_stage_that_has_not_ended_has_no_loss_at_its_end(tmp_path):
 
 def test_facts_that_hold(tmp_path):
     record = read_run(write_run(tmp_path / "run", parent_loss=True))
-    monotone, full, cost, improved = answers(record)
+    monotone, full, cost, improved, nested = answers(record)
     assert monotone == (True, "full 1.7000, medium 1.9000, small 2.2000")
     assert full == (True, "1.7000 against 1.7500, -2.9%, on 1,024 tokens")
     assert cost[0] is True and cost[1].startswith("the farthest: ")
     assert improved == (True, "short 5.0000 to 2.5000, long 2.2500 to 2.2000")
+    assert nested == (True, "full > medium > small")
 
 
 def test_facts_that_do_not_hold(tmp_path):
@@ -59,13 +60,21 @@ def test_facts_that_do_not_hold(tmp_path):
     rows = read_rows(run)
     last = [row for row in rows if row["kind"] == "eval"][-1]
     last["loss"] = {"full": 1.79, "medium": 1.78, "small": 2.3}
-    last["plans"]["medium"] = last["plans"]["small"]
+    last["plans"]["medium"], last["plans"]["small"] = last["plans"]["small"], last["plans"]["medium"]
     write_rows(run, rows)
-    monotone, full, cost, improved = answers(read_run(run))
+    monotone, full, cost, improved, nested = answers(read_run(run))
     assert monotone == (False, "full 1.7900, medium 1.7800, small 2.3000")
     assert full == (False, "1.7900 against 1.7500, +2.3%, on 1,024 tokens")
     assert cost[0] is False and cost[1].startswith("cost/target: medium 0.5")
     assert improved[0] is False
+    assert nested == (False, "small is not part of medium")
+
+
+def test_a_baseline_that_is_better_is_said(tmp_path):
+    record = read_run(write_run(tmp_path / "run", worse=0.1))
+    better, worse = (budget_rows(read_run(write_run(tmp_path / str(gap), "router.choice=uniform", worse=gap))) for gap in (0.0, 0.2))
+    assert answers(record, better)[-1] == (False, "medium 2.0000 against 1.9000, small 2.3000 against 2.2000")
+    assert answers(record, worse)[-1] == (True, "medium 2.0000 against 2.1000, small 2.3000 against 2.4000")
 
 
 def test_the_full_budget_is_compared_at_equal_sequence_length_or_not_at_all(tmp_path):
@@ -116,3 +125,10 @@ def test_units():
     assert [cost_scale(largest, "flops").label for largest in (7e9, 2e6)] == ["forward GFLOPs per token", "forward MFLOPs per token"]
     assert (cost_scale(2**31, "memory").divisor, cost_scale(2**21, "memory").divisor) == (2**30, 2**20)
     assert cost_scale(3.58e9, "active_params").label == "active parameters (billions)"
+    assert [duration(seconds) for seconds in (0.4, 59.6, 307, 3_720, 273_600)] == [
+        "0 s",
+        "1 min 00 s",
+        "5 min 07 s",
+        "1 h 02 min",
+        "3 d 04 h",
+    ]

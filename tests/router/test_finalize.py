@@ -9,11 +9,11 @@ import torch
 
 from megatron_elastic.axes import ElasticAxis
 from megatron_elastic.cost import cost_function
-from megatron_elastic.errors import PlanError
+from megatron_elastic.errors import ConfigError, PlanError
 from megatron_elastic.planning import plan_cost
-from megatron_elastic.router.finalize import examine, finalize, hardened
+from megatron_elastic.router.finalize import examine, finalize, hardened, plan_between
 from megatron_elastic.router.network import BudgetRouter
-from megatron_elastic.shape import AttentionShape, MlpShape, ModelShape, build_space
+from megatron_elastic.shape import AttentionShape, AxisChoices, MlpShape, ModelShape, build_space
 
 SHAPE = ModelShape(
     layer_pattern="*-*-", hidden_size=24, vocab_size=40, attention=AttentionShape(heads=4, kv_groups=2, head_dim=6), mlp=MlpShape(ffn=64)
@@ -88,7 +88,7 @@ def test_an_argmax_off_target_gives_way_to_the_most_probable_plan_that_fits():
 
     def chance(name, plan):
         pi = {axis: logits.softmax(-1) for axis, logits in router.logits_of(name).items()}
-        return float(torch.stack([pi[s.axis][s.choices.index(SPACE.choice_of(plan, s.axis))] for s in SPACE.axes]).prod())
+        return float(torch.stack([pi[s.axis][0, s.choices.index(SPACE.choices_of(plan, s.axis)[0])] for s in SPACE.axes]).prod())
 
     medium = max((p for p in fitting("medium", SPACE.parent) if fitting("small", p)), key=lambda p: chance("medium", p))
     small = max(fitting("small", medium), key=lambda p: chance("small", p))
@@ -103,11 +103,83 @@ def test_a_target_that_no_plan_fits_is_named_with_its_values():
         _finalize(router, budgets, 0.01)
 
 
-def test_in_a_large_space_only_the_most_probable_choices_are_looked_at(monkeypatch):
+def test_a_large_space_gives_the_same_family(monkeypatch):
     budgets = _budgets(FULL, MEDIUM, SMALL)
     router = _router({"full": FULL, "medium": MEDIUM, "small": SMALL}, budgets)
-    monkeypatch.setattr("megatron_elastic.planning.ENUMERATED_PLANS", 12)
+    monkeypatch.setattr("megatron_elastic.planning.ENUMERATED_PLANS", 0)
     assert _finalize(router, budgets, 0.01) == {"full": SPACE.parent, "medium": _plan(*MEDIUM), "small": _plan(*SMALL)}
+
+
+def _between(router, budgets, plans, target, tolerance=0.02):
+    return plan_between(router, SPACE, SHAPE, budgets, plans, target, COST, tolerance=tolerance)
+
+
+def test_a_target_between_two_budgets_gets_the_most_probable_plan_between_theirs():
+    budgets = _budgets(FULL, MEDIUM, SMALL)
+    router = _router({"full": FULL, "medium": MEDIUM, "small": SMALL}, budgets)
+    plans = _finalize(router, budgets, 0.01)
+    target = plan_cost(SHAPE, _plan(16, 48, 3), COST)
+    found = _between(router, budgets, plans, target)
+    assert plans["medium"].contains(found) and found.contains(plans["small"])
+    assert abs(plan_cost(SHAPE, found, COST) / target - 1) <= 0.02
+    near = [
+        plan
+        for plan in (_plan(*widths) for widths in itertools.product(*(spec.choices for spec in SPACE.axes)))
+        if plans["medium"].contains(plan) and plan.contains(plans["small"]) and abs(plan_cost(SHAPE, plan, COST) / target - 1) <= 0.02
+    ]
+    logits = router(router.budget_input(router.position_of_target(target)))
+
+    def chance(plan):
+        return sum(float(logits[s.axis].log_softmax(-1)[0, s.choices.index(SPACE.choices_of(plan, s.axis)[0])]) for s in SPACE.axes)
+
+    assert chance(found) == pytest.approx(max(map(chance, near)))
+    assert _between(router, budgets, plans, budgets["medium"]) == plans["medium"]
+
+
+def test_targets_that_no_plan_between_fits():
+    budgets = _budgets(FULL, MEDIUM, SMALL)
+    router = _router({"full": FULL, "medium": MEDIUM, "small": SMALL}, budgets)
+    plans = _finalize(router, budgets, 0.01)
+    every = [_plan(*widths) for widths in itertools.product(*(spec.choices for spec in SPACE.axes))]
+    between = [plan for plan in every if plans["medium"].contains(plan) and plan.contains(plans["small"])]
+    costs = {plan: plan_cost(SHAPE, plan, COST) for plan in every}
+    # Where a plan that is not between the two is nearer than any that is.
+    target = next(cost + 1 for plan, cost in costs.items() if plan not in between and budgets["small"] < cost + 1 < budgets["medium"])
+    near = min((costs[plan] for plan in between), key=lambda cost: abs(cost - target))
+    assert near != target - 1
+    with pytest.raises(
+        PlanError, match=f"no plan between budgets 'medium' and 'small' costs that .*the nearest reachable cost is {near:.6g}: ask"
+    ):
+        _between(router, budgets, plans, target, 1e-6)
+    with pytest.raises(ConfigError, match="is outside the router's budgets"):
+        _between(router, budgets, plans, budgets["small"] / 2)
+
+
+def test_a_per_layer_family():
+    choices = AxisChoices(choices=(64, 48, 32), per_layer=True)
+    space = build_space(SHAPE, {ElasticAxis.HIDDEN: (24, 16, 12), ElasticAxis.FFN: choices}, shard_groups=2)
+    full = plan_cost(SHAPE, space.parent, COST)
+    budgets = {"full": full, "medium": 0.7 * full, "small": 0.5 * full}
+    router = BudgetRouter(space, budgets, seed=3, init_std=1.0)
+    report = examine(router, space, SHAPE, budgets, COST, fixed={"full": space.parent}, tolerance=0.05)
+    assert report.problems == []
+    assert [len(rows) for rows in hardened(router, 1.0)["small"].values()] == [1, 2]
+    every = [
+        space.plan({ElasticAxis.HIDDEN: a, ElasticAxis.FFN: (b, c)})
+        for a, b, c in itertools.product((24, 16, 12), (64, 48, 32), (64, 48, 32))
+    ]
+
+    def chance(name, plan):
+        logits = {axis: value.log_softmax(-1).tolist() for axis, value in router.logits_of(name).items()}
+        return sum(logits[s.axis][n][s.choices.index(width)] for s in space.axes for n, width in enumerate(space.choices_of(plan, s.axis)))
+
+    def near(name, plan):
+        return abs(plan_cost(SHAPE, plan, COST) / budgets[name] - 1) <= 0.05
+
+    mediums = [p for p in every if near("medium", p) and any(p.contains(q) and near("small", q) for q in every)]
+    assert report.plans["medium"] == max(mediums, key=lambda p: chance("medium", p))
+    smalls = [p for p in every if near("small", p) and report.plans["medium"].contains(p)]
+    assert report.plans["small"] == max(smalls, key=lambda p: chance("small", p))
 
 
 def test_hardened_probabilities():
@@ -115,7 +187,7 @@ def test_hardened_probabilities():
     table = hardened(_router({"full": FULL, "medium": MEDIUM, "small": SMALL}, budgets), 1.5)
     assert list(table) == ["full", "medium", "small"]
     expected = torch.tensor([0.0, 3.0, 0.0]).softmax(0).tolist()
-    assert table["medium"][ElasticAxis.HIDDEN] == pytest.approx(expected)
+    assert table["medium"][ElasticAxis.HIDDEN] == [pytest.approx(expected)]
 
 
 def test_training_on_the_budget_loss_reaches_a_family():

@@ -8,7 +8,7 @@ import torch
 from megatron_elastic.axes import ElasticAxis
 from megatron_elastic.errors import ConfigError
 from megatron_elastic.router.network import BudgetRouter
-from megatron_elastic.shape import AttentionShape, MlpShape, ModelShape, build_space
+from megatron_elastic.shape import AttentionShape, AxisChoices, MlpShape, ModelShape, build_space
 
 SHAPE = ModelShape(
     layer_pattern="*-*-", hidden_size=24, vocab_size=40, attention=AttentionShape(heads=4, kv_groups=2, head_dim=6), mlp=MlpShape(ffn=64)
@@ -24,7 +24,7 @@ def _router(seed: int = 1, space=SPACE) -> BudgetRouter:
 def test_shapes_dtype_and_spread_of_fresh_weights():
     router = _router()
     logits = router(router.budget_input(0))
-    assert {axis: tuple(value.shape) for axis, value in logits.items()} == {ElasticAxis.HIDDEN: (3,), ElasticAxis.FFN: (2,)}
+    assert {axis: tuple(value.shape) for axis, value in logits.items()} == {ElasticAxis.HIDDEN: (1, 3), ElasticAxis.FFN: (1, 2)}
     assert all(p.dtype == torch.float32 for p in router.parameters())
     assert sorted(tuple(p.shape) for p in router.parameters()) == [(2, 256), (3, 256), (256, 3), (256, 3)]
     flat = torch.cat([p.detach().flatten() for p in router.parameters()])
@@ -36,7 +36,20 @@ def test_forward_is_two_linears_with_leaky_relu():
     network = router.networks["hidden"]
     inner = network.inner[:, 2]
     expected = network.outer @ torch.where(inner > 0, inner, 0.1 * inner)
-    torch.testing.assert_close(router(router.budget_input(2))[ElasticAxis.HIDDEN], expected)
+    torch.testing.assert_close(router(router.budget_input(2))[ElasticAxis.HIDDEN], expected[None])
+
+
+def test_a_per_layer_axis_has_logits_for_each_of_its_layers():
+    space = build_space(
+        SHAPE, {ElasticAxis.HIDDEN: (24, 16), ElasticAxis.FFN: AxisChoices(choices=(64, 48, 32), per_layer=True)}, shard_groups=2
+    )
+    router = _router(space=space)
+    network = router.networks["ffn"]
+    assert tuple(network.outer.shape) == (6, 256)
+    logits = router(router.budget_input(1))
+    assert tuple(logits[ElasticAxis.FFN].shape) == (2, 3) and tuple(logits[ElasticAxis.HIDDEN].shape) == (1, 2)
+    inner = torch.nn.functional.leaky_relu(network.inner[:, 1], 0.1)
+    torch.testing.assert_close(logits[ElasticAxis.FFN][1], network.outer[3:] @ inner)
 
 
 def test_weights_depend_on_seed_and_axis_only():

@@ -18,6 +18,7 @@ SPACE = ElasticSpace((HIDDEN, FFN), PARENT)
 PROBABILITIES = {"full": 0.5, "medium": 0.3, "small": 0.2}
 PINNED = ["full", "full", "medium", "medium", "small", "full", "medium", "medium"]
 PINNED_UNIFORM = 0.9839754855474988
+PINNED_NOISE = [-0.1666175276041031, 2.1652467250823975, -1.2369730472564697]
 
 
 def test_draws_are_pinned_across_versions():
@@ -45,8 +46,32 @@ def test_every_part_of_the_key_matters():
     )
 
 
+def test_each_layer_has_noise_of_its_own_and_the_first_that_of_a_homogeneous_axis():
+    layers = AxisSpec(ElasticAxis.FFN, (16, 8), 8, (1, 3, 4), per_layer=True)
+    noise = sampling.gumbel_noise(1, "s", 2, 3, ElasticSpace((layers,), PARENT))[ElasticAxis.FFN]
+    assert tuple(noise.shape) == (3, 2) and len(set(noise.flatten().tolist())) == 6
+    assert torch.equal(noise[:1], sampling.gumbel_noise(1, "s", 2, 3, SPACE)[ElasticAxis.FFN])
+
+
+def test_noise_is_pinned_across_versions():
+    """As the draws above: a run must see the same noise after an upgrade."""
+    assert sampling.gumbel_noise(1, "s", 2, 3, SPACE)[ElasticAxis.HIDDEN][0].tolist() == pytest.approx(PINNED_NOISE, rel=1e-6)
+
+
+def test_straight_through_is_hard_forward_and_soft_backward():
+    logits = torch.tensor([[0.1, 0.7, -0.2], [2.0, 1.0, 1.5]], requires_grad=True)
+    hard = sampling.straight_through(logits.softmax(-1))
+    assert hard.tolist() == [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]], "exact zeros and ones"
+    weights = torch.tensor([[0.3, -1.0, 2.0], [1.0, 4.0, -3.0]])
+    (gradient,) = torch.autograd.grad((hard * weights).sum(), logits)
+    (soft,) = torch.autograd.grad((logits.softmax(-1) * weights).sum(), logits)
+    torch.testing.assert_close(gradient, soft)
+    tiny = torch.full((4000, 3), 1 / 3) + torch.rand(4000, 3, generator=torch.Generator().manual_seed(0)) * 0.1
+    assert set(sampling.straight_through(tiny).flatten().tolist()) == {0.0, 1.0}
+
+
 def test_noise_is_gumbel():
-    noise = torch.cat([sampling.gumbel_noise(0, "s", step, 0, SPACE)[ElasticAxis.HIDDEN] for step in range(3000)])
+    noise = torch.cat([sampling.gumbel_noise(0, "s", step, 0, SPACE)[ElasticAxis.HIDDEN][0] for step in range(3000)])
     assert float(noise.mean()) == pytest.approx(0.5772, abs=0.05)
     assert float(noise.var()) == pytest.approx(torch.pi**2 / 6, rel=0.06)
 
@@ -54,7 +79,7 @@ def test_noise_is_gumbel():
 def test_choices_follow_the_softmax_of_scaled_logits():
     logits, scale = torch.tensor([0.3, -0.2, 0.1]), 2.0
     wins = Counter(
-        int(sampling.relaxed_choice(logits, sampling.gumbel_noise(4, "s", step, 0, SPACE)[ElasticAxis.HIDDEN], 0.05, scale).argmax())
+        int(sampling.relaxed_choice(logits, sampling.gumbel_noise(4, "s", step, 0, SPACE)[ElasticAxis.HIDDEN][0], 0.05, scale).argmax())
         for step in range(3000)
     )
     for choice, probability in enumerate((scale * logits).softmax(0).tolist()):

@@ -20,4 +20,4 @@ def test_a_row_is_not_glued_to_a_line_that_was_cut(tmp_path: Path) -> None:
     Record(run).write("train", run, 3, {"loss": 1.5})  # pyright: ignore[reportArgumentType]
     broken, row = (tmp_path / METRICS_FILE).read_text(encoding="utf-8").splitlines()
     assert broken == '{"kind": "train", "sta'
-    assert json.loads(row) == {"kind": "train", "stage": "short", "step": 3, "tokens": 96, "loss": 1.5}
+    assert json.loads(row) == {"format_version": 1, "kind": "train", "stage": "short", "step": 3, "tokens": 96, "loss": 1.5}

@@ -94,11 +94,11 @@ def test_documents_are_bounded(data, parallel, tmp_path):
 
 def test_documents_do_not_see_each_other(data, parallel, tmp_path):
     """A packed row gives every document the logits it has alone, through attention, convolution and scan."""
-    from megatron_elastic.models.hybrid import build_hybrid
+    from megatron_elastic.models.build import build_model
     from megatron_elastic.testing.tiny import randomize_, tiny_shape
 
     shape = tiny_shape(vocab_size=257, padded_vocab_size=264)
-    model = build_hybrid(shape, parallel)
+    model = build_model(shape, parallel)
     randomize_(model)
     model.eval()
     built = build(data, tmp_path, parallel)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_elastic.checkpoint.files import CheckpointKind, check_shape
@@ -15,6 +14,7 @@ from megatron_elastic.checkpoint.sharded.optimizer import restore
 from megatron_elastic.checkpoint.sharded.state import MODEL, OPTIMIZER, RUN, build_state, drop_extra_states, unwrap
 from megatron_elastic.errors import CheckpointError
 from megatron_elastic.parallel import ParallelContext
+from megatron_elastic.platform.versions import load_sharded
 from megatron_elastic.shape import ModelShape
 
 
@@ -39,7 +39,7 @@ def load_checkpoint(
         error = found
     parallel.raise_together(error)
     state = drop_extra_states(build_state(model, optimizer, None, parallel, is_loading=True))
-    loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory))  # pyright: ignore[reportAssignmentType] - a tuple only if asked for
+    loaded = load_sharded(state, directory)
     result = unwrap(model).load_state_dict(loaded[MODEL], strict=False)
     missing = [key for key in result.missing_keys if not key.endswith("_extra_state")]
     assert not missing and not result.unexpected_keys, (missing, result.unexpected_keys)  # names were checked above

@@ -12,6 +12,12 @@ So: the state is there before saving and loading, `step` is taken out while mome
 4. How many optimizers there are, and so the names of everything that is not sharded, depends on expert parallelism.
 
 So only moments, fp32 weights and the number of steps are saved; learning rate, decay and the like come from the recipe.
+
+5. `model_param_group_index_map` numbers the parameters of a group in the order of the gradient buffers, but its optimizer holds the fp32 ones
+   first, then the masters of the bf16 ones: where both meet (a Mamba layer in bf16 keeps A_log and D in fp32), state is saved under another
+   parameter's name, without an error when the sizes agree.
+
+So the numbers are corrected before state is saved or loaded.
 """
 
 from __future__ import annotations
@@ -64,11 +70,20 @@ def sharded_state(
     """
     initialize_state(optimizer)
     inner = inner_optimizers(optimizer)
+    for one in inner:
+        _number_parameters(one)
     shards = [one.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)["param_state"] for one in inner]
     state: ShardedStateDict = {"moments": dict(enumerate(shards))}
     if not is_loading:
         state["step"] = _step_of(inner)
     return state
+
+
+def _number_parameters(inner: DistributedOptimizer) -> None:
+    """Make megatron-core's map from parameter to (group, place) say where its optimizer has them; see 5 above."""
+    groups = zip(inner.model_fp32_groups, inner.model_float16_groups, strict=True)
+    for group, (fp32, float16) in enumerate(groups):
+        inner.model_param_group_index_map.update({parameter: (group, place) for place, parameter in enumerate([*fp32, *float16])})
 
 
 def _step_of(inner: Sequence[DistributedOptimizer]) -> float:

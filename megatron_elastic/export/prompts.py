@@ -1,0 +1,95 @@
+"""Texts to continue, and the tokenizer a checkpoint was trained with. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_elastic.checkpoint.files import CheckpointInfo
+from megatron_elastic.config import load_recipe
+from megatron_elastic.corpus.info import open_data
+from megatron_elastic.corpus.tokenizer import Tokenizer, open_tokenizer
+from megatron_elastic.errors import ConfigError, DataError, raise_all
+from megatron_elastic.export.interpolate import RECIPE_FILE
+
+
+def read_prompts(file: Path) -> list[str]:
+    """The prompts of a text file, one a line; empty lines are left out. Raises DataError when it cannot be read or has none."""
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--prompts {str(file)!r} cannot be read: {error}") from None
+    found = [line for line in lines if line.strip()]
+    if not found:
+        raise DataError(f"--prompts {str(file)!r} is empty; give one prompt a line")
+    return found
+
+
+def encode_prompts(prompts: list[str], tokenizer: Tokenizer, tokens: int, max_sequence_length: int) -> list[list[int]]:
+    """The ids of every prompt, without an end of document.
+
+    Raises ConfigError listing every prompt that is not text, has no token, or leaves no room for `tokens` more in the model.
+    """
+    encoded, problems = [], []
+    for text in prompts:
+        try:
+            ids = [int(number) for number in tokenizer.encode(text)]
+        except UnicodeEncodeError:  # a command line that is not UTF-8 reaches Python as lone surrogates
+            problems.append(f"prompt {text!r} is not UTF-8")
+            continue
+        encoded.append(ids)
+        if not ids:
+            problems.append(f"prompt {text!r} is empty; give at least one token: a document has nothing before its first")
+        elif len(ids) + tokens > max_sequence_length:
+            problems.append(
+                f"prompt {text[:20]!r} has {len(ids)} tokens and --tokens is {tokens}, but model.max_sequence_length is "
+                f"{max_sequence_length}; shorten one"
+            )
+    raise_all(ConfigError, problems, "generate")
+    return encoded
+
+
+def find_tokenizer(info: CheckpointInfo, name: str | None, eod: str | None) -> Tokenizer:
+    """The tokenizer called `name`, or that of the data which the checkpoint's run was trained on.
+
+    An extracted checkpoint tells the run it comes from. eod: the word that ends a document, with `name` only.
+    Raises DataError when nothing says which it is, it cannot be read, or it has more words than the model.
+    """
+    if name is None and eod is not None:
+        raise DataError(f"--eod {eod!r} needs --tokenizer; the data of the run says what ends a document")
+    tokenizer = _run_tokenizer(info) if name is None else open_tokenizer(name, eod)
+    if tokenizer.vocab_size > info.shape.vocab_size:
+        raise DataError(
+            f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} words, but model.vocab_size is {info.shape.vocab_size}; "
+            "name the tokenizer the model was trained with: --tokenizer"
+        )
+    return tokenizer
+
+
+def _run_tokenizer(info: CheckpointInfo) -> Tokenizer:
+    for recipe in _recipes(info):
+        data = load_recipe(recipe).data if recipe.is_file() else None
+        if data is not None:
+            try:
+                return _data_tokenizer(data.path)
+            except DataError as error:
+                raise DataError(f"{error}; or name the tokenizer with --tokenizer") from None
+    raise DataError(
+        f"nothing says which tokenizer checkpoint {str(info.path)!r} was trained with: it is not in a run, nor is what it was extracted "
+        "from; name one: --tokenizer byte, or the path of a tokenizer.json"
+    )
+
+
+def _data_tokenizer(path: str) -> Tokenizer:
+    data = open_data(path)
+    tokenizer = open_tokenizer(data.tokenizer, data.eod)
+    if tokenizer.vocab_size != data.vocab_size:
+        raise DataError(f"tokenizer {data.tokenizer!r} has {tokenizer.vocab_size} words, not the {data.vocab_size} of {path!r}; restore it")
+    return tokenizer
+
+
+def _recipes(info: CheckpointInfo) -> Iterator[Path]:
+    """Where the recipe of the checkpoint's run may be, then that of the run it was extracted from."""
+    yield info.path.parent.parent / RECIPE_FILE
+    if "extracted_from" in info.provenance:
+        yield Path(info.provenance["extracted_from"]).parent.parent / RECIPE_FILE

@@ -1,0 +1,231 @@
+"""megatron-core's configs of a model: one for the model, and one for each layer whose sizes are its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import squared_relu
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_elastic.errors import ConfigError, UnsupportedError, raise_all
+from megatron_elastic.parallel import ParallelContext
+from megatron_elastic.platform.versions import sums_expert_gradients
+from megatron_elastic.shape import LAYER_KINDS, ModelShape
+
+_ACTIVATIONS = {"squared_relu": squared_relu, "silu": F.silu, "gelu": F.gelu}
+"""gelu is exact (erf), which transformers calls "gelu"; its "gelu_new" and "gelu_pytorch_tanh" are another function."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfigs:
+    """The configs a model is built with.
+
+    model: of the embedding, the output layer, the final norm and the training loop.
+    layers: of each global layer, in order; where the sizes are the same on all layers, every one is `model` itself.
+    """
+
+    model: TransformerConfig
+    layers: tuple[TransformerConfig, ...]
+
+    def of_stage(self, parallel: ParallelContext) -> tuple[TransformerConfig, ...]:
+        """The configs of the layers of this rank's pipeline stage."""
+        return self.layers[_stage(len(self.layers), parallel)]
+
+
+def stage_letters(shape: ModelShape, parallel: ParallelContext) -> str:
+    """The letters of the layers of this rank's pipeline stage."""
+    return shape.layer_pattern[_stage(shape.num_layers, parallel)]
+
+
+def _stage(layers: int, parallel: ParallelContext) -> slice:
+    count = layers // parallel.pipeline
+    return slice(parallel.pipeline_rank * count, (parallel.pipeline_rank + 1) * count)
+
+
+def model_configs(
+    shape: ModelShape,
+    parallel: ParallelContext,
+    *,
+    params_dtype: torch.dtype = torch.float32,
+    expert_bias_rate: float = 0.0,
+) -> ModelConfigs:
+    """megatron-core's configs of `shape` on a layout: no dropout, no fused kernels, token-mean loss, sequence parallelism with TP.
+
+    expert_bias_rate: how far megatron-core moves the experts' selection bias a step; 0 freezes it.
+    Raises ConfigError listing everything megatron-core cannot say and every size the layout does not divide, UnsupportedError for
+    what it computes wrongly.
+    """
+    raise_all(ConfigError, shape.problems() or _unsayable(shape) + _layout_problems(shape, parallel), "model")
+    _refuse_unsummed_experts(shape, parallel)
+    built: dict[ModelShape, TransformerConfig] = {}
+    for layer in range(shape.num_layers):
+        own = shape.at(layer)
+        if own not in built:
+            built[own] = _transformer_config(own, parallel, params_dtype, expert_bias_rate)
+    layers = tuple(built[shape.at(layer)] for layer in range(shape.num_layers))
+    return ModelConfigs(_model_config(shape, layers[0], expert_bias_rate), layers)
+
+
+def _model_config(shape: ModelShape, first: TransformerConfig, expert_bias_rate: float) -> TransformerConfig:
+    if shape.moe is None or isinstance(shape.moe.experts, int) or not shape.moe.expert_bias:
+        return first
+    if expert_bias_rate:
+        raise UnsupportedError(
+            f"model.moe.experts {list(shape.moe.experts)}: megatron-core moves the expert biases of all layers in one tensor, which layers with "
+            "different numbers of experts do not fit; freeze them (expert_bias_rate 0)"
+        )
+    # The update stacks all layers' biases even to move them by nothing; the routers' own configs keep the bias in the choice.
+    return replace(first, moe_router_enable_expert_bias=False)
+
+
+def _transformer_config(
+    shape: ModelShape, parallel: ParallelContext, params_dtype: torch.dtype, expert_bias_rate: float
+) -> TransformerConfig:
+    """The config of a homogeneous shape."""
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        normalization=shape.normalization,
+        layernorm_epsilon=shape.norm_epsilon,
+        init_method_std=shape.init_std,
+        add_bias_linear=shape.linear_bias,
+        activation_func=_ACTIVATIONS[shape.activation],
+        gated_linear_unit=shape.gated,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=params_dtype,
+        bf16=params_dtype is torch.bfloat16,
+        pipeline_dtype=params_dtype,
+        use_cpu_initialization=True,
+        calculate_per_token_loss=True,
+        is_hybrid_model=not shape.is_gpt,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        context_parallel_size=parallel.context,
+        sequence_parallel=parallel.tensor > 1,
+        variable_seq_lengths=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        hetereogenous_dist_checkpoint=True,  # megatron-core's spelling: each layer of a GPT under its own name, as in a hybrid model
+        transformer_impl="local",
+        **_attention_fields(shape, parallel),
+        **_moe_fields(shape, expert_bias_rate),
+        **_mamba_fields(shape),
+    )
+
+
+def _attention_fields(shape: ModelShape, parallel: ParallelContext) -> dict[str, Any]:
+    ffn = shape.mlp.ffn if shape.mlp else shape.hidden_size  # megatron-core asks for both even where no layer has them
+    if shape.attention is None:
+        return {"num_attention_heads": parallel.tensor, "kv_channels": 1, "ffn_hidden_size": ffn}
+    return {
+        "ffn_hidden_size": ffn,
+        "num_attention_heads": shape.attention.heads,
+        "num_query_groups": shape.attention.kv_groups,
+        "kv_channels": shape.attention.head_dim,
+        "add_qkv_bias": shape.attention.qkv_bias,
+        "qk_layernorm": shape.attention.qk_norm,
+    }
+
+
+def _moe_fields(shape: ModelShape, expert_bias_rate: float) -> dict[str, Any]:
+    moe = shape.moe
+    if moe is None or not shape.has("moe"):
+        return {}
+    return {
+        "num_moe_experts": moe.experts,
+        "moe_ffn_hidden_size": moe.ffn,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn,
+        "moe_router_topk": moe.topk,
+        "moe_router_topk_scaling_factor": moe.scaling_factor,
+        "moe_router_score_function": moe.score,
+        "moe_router_pre_softmax": moe.pre_softmax,
+        "moe_router_num_groups": moe.routing_groups,
+        "moe_router_group_topk": moe.groups_per_token,
+        "moe_router_enable_expert_bias": moe.expert_bias,
+        "moe_router_bias_update_rate": expert_bias_rate,
+        "moe_router_load_balancing_type": "none" if moe.aux_loss is None else "aux_loss",
+        "moe_aux_loss_coeff": moe.aux_loss or 0.0,
+        "moe_z_loss_coeff": moe.z_loss,
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,
+    }
+
+
+def _mamba_fields(shape: ModelShape) -> dict[str, Any]:
+    if shape.mamba is None:
+        return {}
+    return {
+        "mamba_num_heads": shape.mamba.heads,
+        "mamba_head_dim": shape.mamba.head_dim,
+        "mamba_num_groups": shape.mamba.groups,
+        "mamba_state_dim": shape.mamba.state,
+    }
+
+
+def _unsayable(shape: ModelShape) -> list[str]:
+    """What a shape can say and megatron-core's config cannot, one line each."""
+    found = []
+    if shape.attention and shape.has("attention") and shape.linear_bias and not shape.attention.qkv_bias:
+        found.append(
+            "model.linear_bias true gives megatron-core's query/key/value projection a bias too; set model.attention.qkv_bias to true"
+        )
+    if shape.moe and shape.has("moe") and shape.moe.score == "softmax" and not shape.moe.pre_softmax:
+        layers = shape.layers_with("moe")
+        if any(shape.at(layer).moe.topk == 1 for layer in layers):
+            found.append("model.moe.topk 1 with a softmax over the chosen makes every gate 1; set model.moe.pre_softmax to true")
+    return found
+
+
+def _layout_problems(shape: ModelShape, parallel: ParallelContext) -> list[str]:
+    """Sizes the layout does not divide, one line each."""
+    found = [line for layer in range(shape.num_layers) for line in _layer_layout_problems(shape.at(layer), layer, parallel)]
+    if shape.vocab_rows % parallel.tensor:
+        found.append(f"parallel.tensor {parallel.tensor} does not divide model.padded_vocab_size (or vocab_size) {shape.vocab_rows}")
+    if shape.num_layers % parallel.pipeline:
+        # megatron-core 0.16.1 would drop the remainder without a word.
+        found.append(f"parallel.pipeline {parallel.pipeline} does not divide the {shape.num_layers} layers of model.layer_pattern")
+    return list(dict.fromkeys(found))
+
+
+def _layer_layout_problems(shape: ModelShape, layer: int, parallel: ParallelContext) -> list[str]:
+    """The same for the sizes of one layer; `shape` has that layer's."""
+    parts, sharded, found = LAYER_KINDS[shape.layer_pattern[layer]], {}, []
+    attention, mlp, moe, mamba = (getattr(shape, part) if part in parts else None for part in ("attention", "mlp", "moe", "mamba"))
+    if attention:
+        sharded["model.attention.heads"] = attention.heads
+        few, many = sorted((attention.kv_groups, parallel.tensor))
+        if many % few:
+            found.append(
+                f"parallel.tensor {parallel.tensor} and model.attention.kv_groups {attention.kv_groups}: one must divide the other"
+            )
+    if mlp:
+        sharded["model.mlp.ffn"] = mlp.ffn
+    if mamba:
+        sharded["model.mamba.groups"] = mamba.groups
+    if moe:
+        if moe.shared_ffn:
+            sharded["model.moe.shared_ffn"] = moe.shared_ffn
+        if moe.experts % parallel.expert:
+            found.append(f"parallel.expert {parallel.expert} does not divide model.moe.experts {moe.experts}")
+        if moe.ffn % parallel.expert_tensor:
+            found.append(f"parallel.expert_tensor {parallel.expert_tensor} does not divide model.moe.ffn {moe.ffn}")
+    found += [f"parallel.tensor {parallel.tensor} does not divide {key} {size}" for key, size in sharded.items() if size % parallel.tensor]
+    return found
+
+
+def _refuse_unsummed_experts(shape: ModelShape, parallel: ParallelContext) -> None:
+    if shape.has("moe") and not sums_expert_gradients(parallel.tensor, parallel.expert, parallel.expert_tensor):
+        raise UnsupportedError(
+            f"parallel.expert 1 with expert_tensor {parallel.expert_tensor} and tensor {parallel.tensor}: megatron-core 0.16.1 never sums "
+            f"these experts' gradients; set expert_tensor to {parallel.tensor} or raise parallel.expert"
+        )

@@ -1,0 +1,77 @@
+"""The tokenizer of a checkpoint is that of its run's data, as it was written, and prompts are read one a line.
+
+Run: pytest tests/export/test_prompts.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_elastic.checkpoint.files import CheckpointInfo, CheckpointKind
+from megatron_elastic.errors import DataError
+from megatron_elastic.export.prompts import find_tokenizer, read_prompts
+from megatron_elastic.testing.tiny import tiny_shape
+from tests.train.harness import plain_recipe, write_data
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run that has its recipe and its data, and no checkpoint."""
+    data = write_data(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text(yaml.safe_dump(plain_recipe(tmp_path / "run", data)))
+    return tmp_path / "run"
+
+
+def checkpoint(path: Path, **provenance: Any) -> CheckpointInfo:
+    shape = tiny_shape(vocab_size=300, padded_vocab_size=304)
+    return CheckpointInfo(path=path, kind=CheckpointKind.MODEL, shape=shape, space=None, plans={}, provenance=provenance)
+
+
+def change_data(run: Path, **changes: Any) -> None:
+    file = run.parent / "data" / "data.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_an_extracted_checkpoint_knows_the_run_it_comes_from(run: Path, tmp_path: Path) -> None:
+    inside, outside = run / "checkpoints" / "a", tmp_path / "elsewhere" / "deep" / "b"
+    assert find_tokenizer(checkpoint(inside), None, None).name == "byte"
+    assert find_tokenizer(checkpoint(outside, extracted_from=str(inside)), None, None).name == "byte"
+    for info in (checkpoint(outside), checkpoint(outside, extracted_from=str(tmp_path / "gone" / "checkpoints" / "a"))):
+        with pytest.raises(DataError, match="nothing says which tokenizer .* name one: --tokenizer byte"):
+            find_tokenizer(info, None, None)
+
+
+def test_a_tokenizer_that_has_changed_since_is_refused(run: Path) -> None:
+    change_data(run, vocab_size=256)
+    with pytest.raises(DataError, match="tokenizer 'byte' has 257 words, not the 256 of .*; restore it; or name the tokenizer"):
+        find_tokenizer(checkpoint(run / "checkpoints" / "a"), None, None)
+
+
+def test_the_data_say_what_ends_a_document(run: Path, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel({"<unk>": 0, "</end>": 1, "number": 2, "says": 3}, unk_token="<unk>")
+    words = tokenizers.Tokenizer(model)
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))  # no tokenizer_config.json beside it: the word was named with --eod
+    change_data(run, tokenizer=str(tmp_path / "tokenizer.json"), vocab_size=4, eod=1)
+    found = find_tokenizer(checkpoint(run / "checkpoints" / "a"), None, None)
+    assert found.eod == 1 and found.encode("says number").tolist() == [3, 2]
+    with pytest.raises(DataError, match="does not say which word ends a document; name it with --eod"):
+        find_tokenizer(checkpoint(run / "checkpoints" / "a"), str(tmp_path), None)
+    assert find_tokenizer(checkpoint(run / "checkpoints" / "a"), str(tmp_path), "</end>").eod == 1
+
+
+def test_prompts_are_lines(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\n\n  two \n", encoding="utf-8")
+    assert read_prompts(file) == ["one", "  two "]
+    for content in (b"\n \n", b"\xff"):
+        file.write_bytes(content)
+        with pytest.raises(DataError, match="--prompts .*prompts.txt' (is empty; give one prompt a line|cannot be read: )"):
+            read_prompts(file)
