@@ -34,7 +34,8 @@ from megatron_elastic.cost import flops_per_token, total_params, widths_of
 from megatron_elastic.errors import ConfigError, ElasticError
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.preflight import check_sequence_length
-from megatron_elastic.shape import ModelShape, parent_plan, resize
+from megatron_elastic.shape import ModelShape
+from megatron_elastic.space import parent_plan, resize
 
 FORMAT_VERSION = 1
 TOLERANCE = 1e-4

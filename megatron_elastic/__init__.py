@@ -30,17 +30,8 @@ if TYPE_CHECKING:
     from megatron_elastic.parallel import ParallelContext
     from megatron_elastic.planning import nearest_plan, plan_cost
     from megatron_elastic.recipe import Recipe
-    from megatron_elastic.shape import (
-        AttentionShape,
-        AxisChoices,
-        MambaShape,
-        MlpShape,
-        ModelShape,
-        MoeShape,
-        build_space,
-        parent_plan,
-        resize,
-    )
+    from megatron_elastic.shape import AttentionShape, MambaShape, MlpShape, ModelShape, MoeShape
+    from megatron_elastic.space import AxisChoices, build_space, parent_plan, resize
 
 __version__ = "0.1.0"
 
@@ -165,11 +156,13 @@ _HOMES = {
     "recipe": ("Recipe",),
     "shape": (
         "AttentionShape",
-        "AxisChoices",
         "MambaShape",
         "MlpShape",
         "ModelShape",
         "MoeShape",
+    ),
+    "space": (
+        "AxisChoices",
         "build_space",
         "parent_plan",
         "resize",

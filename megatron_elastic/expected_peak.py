@@ -17,7 +17,8 @@ import torch
 
 from megatron_elastic.axes import AxisSpec, ElasticAxis
 from megatron_elastic.polynomials import Polynomial, SoftChoices, value_at
-from megatron_elastic.shape import AXES, ModelShape, parent_plan
+from megatron_elastic.shape import ModelShape
+from megatron_elastic.space import AXES, parent_plan
 
 Moments = Mapping[str, Sequence[Polynomial]]
 """Sublayer ("" for between the layers) -> its moments; the peak is the largest of those that are computed."""

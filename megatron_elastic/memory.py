@@ -33,7 +33,8 @@ from megatron_elastic.polynomials import (
     term,
     value_at,
 )
-from megatron_elastic.shape import AXES, ModelShape
+from megatron_elastic.shape import ModelShape
+from megatron_elastic.space import AXES
 
 Format = Literal["fp32", "bf16", "fp8", "nvfp4"]
 """How numbers are stored."""

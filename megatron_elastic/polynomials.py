@@ -15,7 +15,8 @@ from typing import Any
 
 from megatron_elastic.axes import ElasticAxis, ElasticSpace, SubmodelPlan
 from megatron_elastic.layout import BUFFERS, TABLE, Segment, axis_groups, dims_of
-from megatron_elastic.shape import ModelShape, parent_width
+from megatron_elastic.shape import ModelShape
+from megatron_elastic.space import parent_width
 
 Number = Any
 """int, float, 0-d tensor, or a numpy array that broadcasts with the others (a grid of plans at once)."""

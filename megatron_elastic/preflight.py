@@ -14,7 +14,8 @@ from megatron_elastic.errors import ConfigError, PlanError
 from megatron_elastic.plan_coordinates import Cost
 from megatron_elastic.planning import check_targets, plan_cost, reachable, uniform_family, uniform_plan
 from megatron_elastic.recipe import PinnedBudget, Recipe, StageConfig
-from megatron_elastic.shape import ModelShape, parent_plan
+from megatron_elastic.shape import ModelShape
+from megatron_elastic.space import parent_plan
 
 
 def cost_sequence_length(recipe: Recipe) -> int:

@@ -8,7 +8,8 @@ from typing import Literal
 
 from megatron_elastic.axes import ElasticAxis, ElasticSpace, SubmodelPlan
 from megatron_elastic.memory import MemoryTarget
-from megatron_elastic.shape import AxisChoices, ModelShape, build_space
+from megatron_elastic.shape import ModelShape
+from megatron_elastic.space import AxisChoices, build_space
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

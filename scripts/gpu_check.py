@@ -27,7 +27,8 @@ import torch
 
 from megatron_elastic.axes import ElasticAxis, ElasticSpace
 from megatron_elastic.platform import prepare_platform
-from megatron_elastic.shape import AXES, AttentionShape, MlpShape, ModelShape, build_space, parent_plan
+from megatron_elastic.shape import AttentionShape, MlpShape, ModelShape
+from megatron_elastic.space import AXES, build_space, parent_plan
 from megatron_elastic.testing.tiny import randomize_, tiny_dense, tiny_moe, tiny_shape
 
 SECONDS = 180.0

@@ -9,19 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from megatron_elastic.axes import ElasticAxis, ElasticSpace, SubmodelPlan, Width
-from megatron_elastic.shape import (
-    AXES,
-    AttentionShape,
-    AxisChoices,
-    MambaShape,
-    MlpShape,
-    ModelShape,
-    MoeShape,
-    build_space,
-    layers_of_axis,
-    parent_plan,
-    width_at,
-)
+from megatron_elastic.shape import AttentionShape, MambaShape, MlpShape, ModelShape, MoeShape
+from megatron_elastic.space import AXES, AxisChoices, build_space, layers_of_axis, parent_plan, width_at
 
 quick = settings(deadline=None, max_examples=60)
 """A loaded machine must not fail a test; these properties show themselves in few examples."""

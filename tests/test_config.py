@@ -17,7 +17,7 @@ from megatron_elastic.errors import ConfigError
 from megatron_elastic.preflight import recipe_cost
 from megatron_elastic.recipe import Recipe, StageConfig
 from megatron_elastic.recipe_files import apply_overrides, read_yaml
-from megatron_elastic.shape import AxisChoices, parent_plan
+from megatron_elastic.space import AxisChoices, parent_plan
 from tests.shape_strategies import quick, shapes
 
 TEXT = """

@@ -31,7 +31,8 @@ from megatron_elastic.cost import (
 from megatron_elastic.errors import ConfigError
 from megatron_elastic.layout import BUFFERS, full_shapes
 from megatron_elastic.router.objective import expected_widths
-from megatron_elastic.shape import AttentionShape, AxisChoices, MambaShape, MlpShape, ModelShape, MoeShape, build_space, parent_plan, resize
+from megatron_elastic.shape import AttentionShape, MambaShape, MlpShape, ModelShape, MoeShape
+from megatron_elastic.space import AxisChoices, build_space, parent_plan, resize
 from tests.shape_strategies import plans, quick, spaces
 
 A = ElasticAxis

@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_elastic.axes import ElasticAxis, SubmodelPlan
 from megatron_elastic.cost import active_params, flops_per_token, total_params, widths_of
 from megatron_elastic.memory import conv_state_bytes, kv_cache_bytes, ssm_state_bytes
-from megatron_elastic.shape import AttentionShape, MambaShape, MlpShape, ModelShape, MoeShape, parent_plan, resize
+from megatron_elastic.shape import AttentionShape, MambaShape, MlpShape, ModelShape, MoeShape
+from megatron_elastic.space import parent_plan, resize
 from tests.test_cost import LLAMA_8B, NANO_3, QWEN3_30B, V2_9B, V2_12B
 
 transformers = pytest.importorskip("transformers")

@@ -12,17 +12,8 @@ from hypothesis import strategies as st
 from megatron_elastic.axes import ElasticAxis, SubmodelPlan
 from megatron_elastic.errors import CheckpointError
 from megatron_elastic.layout import BUFFERS, Dim, Segment, axis_groups, dims_of, full_shapes, kept_widths, layer_of, submodel_name
-from megatron_elastic.shape import (
-    AttentionShape,
-    AxisChoices,
-    MambaShape,
-    MlpShape,
-    ModelShape,
-    MoeShape,
-    build_space,
-    parent_width,
-    resize,
-)
+from megatron_elastic.shape import AttentionShape, MambaShape, MlpShape, ModelShape, MoeShape
+from megatron_elastic.space import AxisChoices, build_space, parent_width, resize
 from tests.shape_strategies import layer_widths, plans, quick, shapes
 
 A = ElasticAxis

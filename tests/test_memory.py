@@ -24,7 +24,8 @@ from megatron_elastic.memory import (
     ssm_state_bytes,
     weight_bytes,
 )
-from megatron_elastic.shape import AttentionShape, MambaShape, MlpShape, ModelShape, MoeShape, build_space, parent_plan, resize
+from megatron_elastic.shape import AttentionShape, MambaShape, MlpShape, ModelShape, MoeShape
+from megatron_elastic.space import build_space, parent_plan, resize
 from tests.shape_strategies import plans, quick, spaces
 from tests.test_cost import LLAMA_8B, NANO_3, TINY, enumerated, parent_widths, soft_choices, soft_widths
 

@@ -27,7 +27,8 @@ from megatron_elastic.planning import (
     reachable,
     uniform_plan,
 )
-from megatron_elastic.shape import AttentionShape, AxisChoices, MambaShape, MlpShape, ModelShape, MoeShape, build_space
+from megatron_elastic.shape import AttentionShape, MambaShape, MlpShape, ModelShape, MoeShape
+from megatron_elastic.space import AxisChoices, build_space
 from tests.shape_strategies import plans, quick, spaces
 
 A = ElasticAxis

@@ -10,19 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_elastic.axes import ElasticAxis, SubmodelPlan
 from megatron_elastic.errors import ConfigError, PlanError
-from megatron_elastic.shape import (
-    AttentionShape,
-    AxisChoices,
-    MambaShape,
-    MlpShape,
-    ModelShape,
-    MoeShape,
-    build_space,
-    expert_groups,
-    parent_plan,
-    parent_width,
-    resize,
-)
+from megatron_elastic.shape import AttentionShape, MambaShape, MlpShape, ModelShape, MoeShape
+from megatron_elastic.space import AxisChoices, build_space, expert_groups, parent_plan, parent_width, resize
 from tests.shape_strategies import layer_widths, plans, quick, shapes
 
 A = ElasticAxis

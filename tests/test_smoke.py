@@ -14,7 +14,7 @@ import torch
 from megatron_elastic.export.extract import extract, stack_experts, unstack_experts
 from megatron_elastic.models.build import build_model
 from megatron_elastic.models.weights import gather_tensors, scatter_tensors
-from megatron_elastic.shape import resize
+from megatron_elastic.space import resize
 from tests.elastic.family import build_family, forward_backward, narrowed, relative, run
 from tests.train.harness import command, in_new_process, rows
 

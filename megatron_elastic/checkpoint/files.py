@@ -23,7 +23,8 @@ from megatron_elastic.config import to_plain
 from megatron_elastic.errors import CheckpointError
 from megatron_elastic.formats import CHECKPOINT
 from megatron_elastic.recipe_files import flatten
-from megatron_elastic.shape import AXES, ModelShape, layers_of_axis, parent_plan
+from megatron_elastic.shape import ModelShape
+from megatron_elastic.space import AXES, layers_of_axis, parent_plan
 
 DESCRIPTION = "megatron_elastic.json"
 """Name of the description inside a checkpoint."""

@@ -30,7 +30,7 @@ def command(
     from megatron_elastic.checkpoint import find_model_checkpoint, open_checkpoint
     from megatron_elastic.cost import total_params, widths_of
     from megatron_elastic.errors import CheckpointError, PlanError, raise_all
-    from megatron_elastic.shape import parent_plan
+    from megatron_elastic.space import parent_plan
 
     checkpoint = find_model_checkpoint(source)
     given = [f"--{name}" for name, value in (("plan", plan), ("budget", budget), ("target", target)) if value is not None]

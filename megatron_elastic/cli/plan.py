@@ -13,7 +13,8 @@ from megatron_elastic.axes import AxisSpec, ElasticAxis, ElasticSpace, SubmodelP
 from megatron_elastic.config import load_recipe
 from megatron_elastic.cost import active_params, flops_per_token, total_params, weight_bytes, widths_of
 from megatron_elastic.recipe import Recipe
-from megatron_elastic.shape import LAYER_KINDS, ModelShape, layers_of_axis, parent_plan, width_at
+from megatron_elastic.shape import LAYER_KINDS, ModelShape
+from megatron_elastic.space import layers_of_axis, parent_plan, width_at
 
 if TYPE_CHECKING:
     from rich.table import Table

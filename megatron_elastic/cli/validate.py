@@ -12,7 +12,7 @@ from megatron_elastic.config import load_recipe
 from megatron_elastic.cost import active_params, total_params, widths_of
 from megatron_elastic.errors import ConfigError, raise_all
 from megatron_elastic.recipe import Recipe
-from megatron_elastic.shape import parent_plan
+from megatron_elastic.space import parent_plan
 
 
 def command(

@@ -16,7 +16,8 @@ from megatron_elastic.errors import CheckpointError, PlanError
 from megatron_elastic.export.extract import extract
 from megatron_elastic.export.load import load_model
 from megatron_elastic.parallel import ParallelContext
-from megatron_elastic.shape import ModelShape, resize
+from megatron_elastic.shape import ModelShape
+from megatron_elastic.space import resize
 
 TOLERANCE = 1e-4
 """Largest difference of two logits that still counts as the same model (fp32)."""

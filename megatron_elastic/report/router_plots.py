@@ -12,7 +12,7 @@ from megatron_elastic.axes import AxisSpec
 from megatron_elastic.report.record import Row, RunRecord
 from megatron_elastic.report.style import colours, drawing, plain
 from megatron_elastic.report.widths import by_place, expected_shares, mean_over_places
-from megatron_elastic.shape import layers_of_axis
+from megatron_elastic.space import layers_of_axis
 
 MOST_LAYER_LABELS = 8
 """Layers that are numbered beside a heat map."""

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_elastic.axes import ElasticAxis, SubmodelPlan
 from megatron_elastic.errors import PlanError
 from megatron_elastic.recipe import Recipe
-from megatron_elastic.shape import layers_of_axis
+from megatron_elastic.space import layers_of_axis
 
 
 @dataclass(frozen=True, slots=True)

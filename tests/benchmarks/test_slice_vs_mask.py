@@ -17,7 +17,7 @@ from benchmarks.paired import Seconds, Spread, Timed, paired, take_turns
 from megatron_elastic.config import to_plain
 from megatron_elastic.cost import flops_per_token, widths_of
 from megatron_elastic.errors import ConfigError
-from megatron_elastic.shape import parent_plan, resize
+from megatron_elastic.space import parent_plan, resize
 from megatron_elastic.testing.tiny import tiny_shape
 from tests.elastic.family import tiny_space
 

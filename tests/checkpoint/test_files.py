@@ -21,7 +21,7 @@ from megatron_elastic.checkpoint.files import (
     prune,
 )
 from megatron_elastic.errors import CheckpointError
-from megatron_elastic.shape import build_space
+from megatron_elastic.space import build_space
 from megatron_elastic.testing.tiny import tiny_shape
 
 SHAPE = tiny_shape()

@@ -40,7 +40,7 @@ def main() -> int:
 def _without_the_axis() -> int:
     from megatron_elastic.axes import ElasticAxis, SubmodelPlan
     from megatron_elastic.errors import PlanError
-    from megatron_elastic.shape import parent_plan
+    from megatron_elastic.space import parent_plan
     from megatron_elastic.testing.tiny import tiny_shape
 
     plan = parent_plan(tiny_shape()).to_dict()

@@ -13,7 +13,8 @@ from megatron_elastic.elastic.decision import Decision
 from megatron_elastic.models.build import build_model
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.platform.versions import canonical_name
-from megatron_elastic.shape import AXES, AxisChoices, ModelShape, build_space, parent_plan
+from megatron_elastic.shape import ModelShape
+from megatron_elastic.space import AXES, AxisChoices, build_space, parent_plan
 from megatron_elastic.testing.tiny import randomize_, tiny_dense, tiny_moe, tiny_shape
 
 PARENTS: Mapping[str, Callable[..., ModelShape]] = {"hybrid": tiny_shape, "dense": tiny_dense, "moe": tiny_moe}

@@ -17,7 +17,8 @@ from megatron_elastic.models.build import build_model
 from megatron_elastic.models.weights import gather_tensors, scatter_tensors
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.platform.versions import canonical_name, packed_documents
-from megatron_elastic.shape import ModelShape, resize
+from megatron_elastic.shape import ModelShape
+from megatron_elastic.space import resize
 from megatron_elastic.testing.tiny import randomize_, tiny_dense, tiny_moe, tiny_shape
 from tests.elastic.family import forward_backward, layer_axes, narrowed, relative, run, text, tiny_space
 

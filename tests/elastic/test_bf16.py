@@ -22,7 +22,8 @@ from megatron_elastic.layout import axis_groups, dims_of
 from megatron_elastic.models.build import build_model
 from megatron_elastic.models.weights import gather_tensors, scatter_tensors
 from megatron_elastic.platform.versions import canonical_name
-from megatron_elastic.shape import ModelShape, resize
+from megatron_elastic.shape import ModelShape
+from megatron_elastic.space import resize
 from megatron_elastic.testing.tiny import randomize_
 from tests.elastic.family import PARENTS, forward_backward, narrowed, relative, run, tiny_space
 

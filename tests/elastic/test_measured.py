@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from megatron_elastic.axes import ElasticAxis, SubmodelPlan
 from megatron_elastic.cost import active_params, flops_per_token, total_params, widths_of
 from megatron_elastic.models.build import build_model
-from megatron_elastic.shape import resize
+from megatron_elastic.space import resize
 from tests.elastic.family import PARENTS, build_family, narrowed, staggered, tiny_space
 
 LENGTH = 36

@@ -21,7 +21,7 @@ from megatron_elastic.models.build import build_model
 from megatron_elastic.models.weights import gather_tensors, scatter_tensors
 from megatron_elastic.platform.versions import canonical_name
 from megatron_elastic.runs import select
-from megatron_elastic.shape import resize
+from megatron_elastic.space import resize
 from megatron_elastic.testing.tiny import randomize_, tiny_moe
 from tests.elastic.family import (
     PARENTS,

@@ -19,7 +19,8 @@ from megatron_elastic.elastic.routing import RoutingRule, route
 from megatron_elastic.errors import ConfigError
 from megatron_elastic.layout import BUFFERS, axis_groups, dims_of, full_shapes
 from megatron_elastic.router.sampling import draw_budget, gumbel_noise
-from megatron_elastic.shape import AttentionShape, AxisChoices, MambaShape, ModelShape, MoeShape, build_space, parent_plan, resize
+from megatron_elastic.shape import AttentionShape, MambaShape, ModelShape, MoeShape
+from megatron_elastic.space import AxisChoices, build_space, parent_plan, resize
 from megatron_elastic.testing.tiny import tiny_moe, tiny_shape
 from tests.elastic.family import build_family, forward_backward, narrowed, relative, run, tiny_space
 

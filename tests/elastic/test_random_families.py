@@ -20,7 +20,8 @@ from megatron_elastic.errors import ConfigError
 from megatron_elastic.export.extract import extract, stack_experts, unstack_experts
 from megatron_elastic.models.build import build_model
 from megatron_elastic.models.weights import gather_tensors, scatter_tensors
-from megatron_elastic.shape import ModelShape, resize
+from megatron_elastic.shape import ModelShape
+from megatron_elastic.space import resize
 from megatron_elastic.testing.tiny import randomize_
 from tests.shape_strategies import plans, spaces
 

@@ -18,7 +18,7 @@ from megatron_elastic.elastic.refusals import REFUSALS, Refusal, config_problems
 from megatron_elastic.errors import ConfigError, UnsupportedError
 from megatron_elastic.models.build import build_model
 from megatron_elastic.platform.versions import Generation, megatron_generation
-from megatron_elastic.shape import build_space
+from megatron_elastic.space import build_space
 from megatron_elastic.testing.tiny import tiny_dense, tiny_moe, tiny_shape
 from tests.elastic.family import build_family, narrowed, tiny_space
 

@@ -21,7 +21,7 @@ from megatron_elastic.axes import ElasticAxis, SubmodelPlan
 from megatron_elastic.checkpoint import NamedTensors, open_checkpoint, write_named
 from megatron_elastic.config import decode_recipe
 from megatron_elastic.cost import total_params, widths_of
-from megatron_elastic.shape import parent_plan, resize
+from megatron_elastic.space import parent_plan, resize
 from tests.train import harness
 from tests.train.harness import command, in_new_process, plain_recipe
 

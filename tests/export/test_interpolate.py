@@ -16,7 +16,7 @@ from megatron_elastic.checkpoint import open_checkpoint
 from megatron_elastic.config import decode_recipe, load_recipe
 from megatron_elastic.planning import nearest_plan, plan_cost
 from megatron_elastic.preflight import recipe_cost
-from megatron_elastic.shape import resize
+from megatron_elastic.space import resize
 from tests.train import harness
 from tests.train.harness import command, in_new_process, plain_recipe
 

@@ -9,7 +9,14 @@ import pytest
 
 from megatron_elastic.errors import UnsupportedError
 from megatron_elastic.platform import versions
-from megatron_elastic.platform.versions import Generation, canonical_name, generation_of, megatron_generation, stage_pattern
+from megatron_elastic.platform.versions import (
+    Generation,
+    canonical_name,
+    generation_of,
+    megatron_generation,
+    stage_pattern,
+    sums_expert_gradients,
+)
 
 
 def test_supported_releases() -> None:
@@ -50,3 +57,11 @@ def test_convolution_is_named_as_in_checkpoints() -> None:
     assert canonical_name("decoder.layers.0.mixer.conv1d_weight") == "decoder.layers.0.mixer.conv1d.weight"
     assert canonical_name("decoder.layers.0.mixer.conv1d_bias") == "decoder.layers.0.mixer.conv1d.bias"
     assert canonical_name("decoder.layers.0.mixer.D") == "decoder.layers.0.mixer.D"
+
+
+def test_only_the_newer_release_sums_whole_experts_beside_split_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for generation, sums in ((Generation.V0_16, False), (Generation.V0_19, True)):
+        monkeypatch.setattr(versions, "megatron_generation", lambda generation=generation: generation)
+        assert sums_expert_gradients(tensor=2, expert=1, expert_tensor=1) is sums
+        assert sums_expert_gradients(tensor=2, expert=1, expert_tensor=2)
+        assert sums_expert_gradients(tensor=2, expert=2, expert_tensor=1)

@@ -13,7 +13,8 @@ from megatron_elastic.errors import ConfigError, PlanError
 from megatron_elastic.planning import plan_cost
 from megatron_elastic.router.finalize import examine, finalize, hardened, plan_between
 from megatron_elastic.router.network import BudgetRouter
-from megatron_elastic.shape import AttentionShape, AxisChoices, MlpShape, ModelShape, build_space
+from megatron_elastic.shape import AttentionShape, MlpShape, ModelShape
+from megatron_elastic.space import AxisChoices, build_space
 
 SHAPE = ModelShape(
     layer_pattern="*-*-", hidden_size=24, vocab_size=40, attention=AttentionShape(heads=4, kv_groups=2, head_dim=6), mlp=MlpShape(ffn=64)

@@ -10,7 +10,8 @@ import torch
 from megatron_elastic.axes import ElasticAxis
 from megatron_elastic.cost import COSTS, cost_function, widths_of
 from megatron_elastic.router.objective import anchor_loss, budget_loss, expected_widths
-from megatron_elastic.shape import AttentionShape, AxisChoices, MlpShape, ModelShape, build_space
+from megatron_elastic.shape import AttentionShape, MlpShape, ModelShape
+from megatron_elastic.space import AxisChoices, build_space
 
 SHAPE = ModelShape(
     layer_pattern="*-*-", hidden_size=24, vocab_size=40, attention=AttentionShape(heads=4, kv_groups=2, head_dim=6), mlp=MlpShape(ffn=64)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_elastic.checkpoint import open_checkpoint
-from megatron_elastic.shape import resize
+from megatron_elastic.space import resize
 from tests.train import harness
 from tests.train.harness import command, in_new_process, rows
 
