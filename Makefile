@@ -19,6 +19,7 @@ demo: ## Train a tiny family on this machine, cut its members out, verify and pl
 
 # What trains, draws, spawns or compares with transformers takes longer than an edit may wait; `make test` runs it.
 LONGER := train export checkpoint docs report cli benchmarks testing test_smoke.py test_cost_transformers.py
+LONGER += elastic/test_random_families.py elastic/test_measured.py elastic/test_bf16.py
 
 check: lint ## For each edit, under 2 minutes: lint, types, the fast tests
 	@$(PYTEST) -q -x -m "not dist and not slow and not gpu" $(LONGER:%=--ignore=tests/%)

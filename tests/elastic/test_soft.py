@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron_elastic.axes import ElasticAxis, ElasticSpace
 from megatron_elastic.elastic.decision import soft_decision
 from megatron_elastic.elastic.linear import LinearSite
+from megatron_elastic.elastic.modules import masked_layer_norm, rms_norm
 from tests.elastic.family import PARENTS, build_family, narrowed, relative, run
 
 Probabilities = dict[ElasticAxis, torch.Tensor]
@@ -128,3 +129,17 @@ def test_a_threshold_computes_only_what_is_wanted(family: Any) -> None:
         sites = [module.site for module in model.modules() if isinstance(vars(module).get("site"), LinearSite)]
         assert all(site.kept() != (None, None) for site in sites), "every linear computes less"
     assert all(torch.isfinite(gradient).all() for gradient in grads.values())
+
+
+def test_soft_norms_are_those_of_the_unweighted_stream_under_squared_weights() -> None:
+    """Formulas in fp64: the stream holds x = w y, and a norm gives w times the norm of y, mean and variance under w^2 (d = sum of w^2)."""
+    generator = torch.Generator().manual_seed(4)
+    y, gain, bias = (torch.randn(*size, dtype=torch.float64, generator=generator) for size in ((5, 12), (12,), (12,)))
+    w = torch.rand(12, dtype=torch.float64, generator=generator)
+    x, alive, eps = w * y, w.square().sum(), 1e-5
+    mean = (w.square() * y).sum(-1, keepdim=True) / alive
+    variance = (w.square() * (y - mean).square()).sum(-1, keepdim=True) / alive
+    expected = w * ((y - mean) / (variance + eps).sqrt() * gain + bias)
+    torch.testing.assert_close(masked_layer_norm(x, w, gain, bias, eps), expected, rtol=1e-5, atol=1e-6)  # computed in fp32
+    mean_square = x.square().sum(-1, keepdim=True) / alive
+    torch.testing.assert_close(rms_norm(x, w.square().mean(), gain, eps), x / (mean_square + eps).sqrt() * gain, rtol=1e-5, atol=1e-6)
