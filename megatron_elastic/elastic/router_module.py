@@ -7,7 +7,7 @@ decision about experts or ranks the router is megatron's.
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_elastic.elastic.linear import LinearSite
+from megatron_elastic.elastic.modules import RouterSite
 from megatron_elastic.elastic.routing import RoutingRule, balance_terms, live_deviations, masked_logits, route
 from megatron_elastic.runs import select_matrix, spread
 
@@ -63,26 +64,10 @@ def router_problems(config: TransformerConfig, kept_topk_elastic: bool) -> list[
     return found
 
 
-class RouterWeights(Protocol):
-    """What the router asks about the current decision; None where it keeps everything whole."""
-
-    def expert_weights(self, like: torch.Tensor) -> torch.Tensor | None:
-        """Weights [experts] of this layer's experts in fp32 on the device of `like`."""
-        ...
-
-    def rank_weights(self, like: torch.Tensor) -> torch.Tensor | None:
-        """Weights [k] of a token's experts in selection order, in fp32 on the device of `like`."""
-        ...
-
-    def gate(self, like: torch.Tensor) -> torch.Tensor | None:
-        """Weight of this layer's output (0-d) in the dtype and on the device of `like`."""
-        ...
-
-
 class ElasticTopKRouter(TopKRouter):
     """Chooses among live experts, by weights where the decision is soft; dispatch keeps the parent's expert numbers."""
 
-    site: RouterWeights
+    site: RouterSite
     linear_site: LinearSite
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - megatron's name

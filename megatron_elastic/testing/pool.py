@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import gc
 import multiprocessing
 import os
 import pickle
@@ -187,7 +186,6 @@ def _join(rank: int, world_size: int, store: str) -> Any:
     import megatron_elastic.models.build  # noqa: F401 - the import is what a task need not wait for
 
     torch.set_num_threads(1)
-    gc.freeze()  # what is imported stays: collecting after a task need not look at it
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     return dist
 
@@ -203,6 +201,4 @@ def _perform(task: _Task, rank: int, world_size: int) -> bytes:
     from megatron_elastic.parallel import dissolve_groups
 
     dissolve_groups()
-    # Models are cyclic and hold groups, whose threads poll for as long as anything holds them: hundreds of tasks would leave no time to work.
-    gc.collect()
     return reply
