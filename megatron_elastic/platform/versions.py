@@ -208,3 +208,15 @@ def _plain_data_among_shards() -> Any:
             return found["common_state/shard_0_1"][0]
 
     return PlainDataAmongShards()
+
+
+def forget_router_losses() -> None:
+    """Drop megatron-core's record of auxiliary losses, which is as long as the first model of the process is deep."""
+    if megatron_generation() is Generation.V0_16:
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        get_moe_layer_wise_logging_tracker().clear()
+    else:
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker  # pyright: ignore[reportMissingImports]
+
+        destroy_moe_metrics_tracker()
