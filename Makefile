@@ -6,7 +6,7 @@ SHELL := bash
 RUN := scripts/run.sh
 PYTEST := $(RUN) python -m pytest
 
-.PHONY: help setup demo check test test-slow test-latest gpu lint format clean
+.PHONY: help setup demo check test test-parallel test-slow test-latest gpu lint format clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -18,7 +18,7 @@ demo: ## Train a tiny family on this machine, cut its members out, verify and pl
 	@$(RUN) launchers/demo.sh
 
 # What trains, draws, spawns or compares with transformers takes longer than an edit may wait; `make test` runs it.
-LONGER := train export checkpoint docs report cli benchmarks testing test_smoke.py test_cost_transformers.py
+LONGER := train parallel export checkpoint docs report cli benchmarks testing test_smoke.py test_cost_transformers.py
 LONGER += elastic/test_random_families.py elastic/test_measured.py elastic/test_bf16.py
 
 check: lint ## For each edit, under 2 minutes: lint, types, the fast tests
@@ -28,6 +28,12 @@ test: export OMP_NUM_THREADS := 1
 test: export TORCHDYNAMO_DISABLE := 1
 test: ## All tests but the slow ones (about 10 minutes)
 	@$(PYTEST) -m "not slow and not gpu"
+
+test-parallel: export OMP_NUM_THREADS := 1
+test-parallel: export TORCHDYNAMO_DISABLE := 1
+test-parallel: export ALL_LAYOUTS := 1
+test-parallel: ## A training step on every layout, model and mode (about 10 minutes; `make test` runs a half that changes daily)
+	@$(PYTEST) tests/parallel -m "not slow and not gpu"
 
 test-slow: export OMP_NUM_THREADS := 1
 test-slow: export TORCHDYNAMO_DISABLE := 1

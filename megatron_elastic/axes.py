@@ -279,13 +279,13 @@ class ElasticSpace:
             )
         raise_all(PlanError, problems, "the plan does not fit the space")
 
-    def check_shards(self, tensor_parallel: int, expert_parallel: int) -> list[str]:
+    def check_shards(self, tensor_parallel: int, expert_parallel: int, expert_tensor_parallel: int = 1) -> list[str]:
         """Problems of running this space on a layout: a shard must hold whole groups."""
-        problems = []
-        if self.shard_groups % tensor_parallel:
-            problems.append(
-                f"parallel.tensor {tensor_parallel} does not divide elastic.shard_groups {self.shard_groups}; choose a divisor or raise shard_groups"
-            )
+        problems = [
+            f"parallel.{key} {ranks} does not divide elastic.shard_groups {self.shard_groups}; choose a divisor or raise shard_groups"
+            for key, ranks in (("tensor", tensor_parallel), ("expert_tensor", expert_tensor_parallel))
+            if self.shard_groups % ranks
+        ]
         for spec in self.axes:
             shards = {"tensor": tensor_parallel, "expert": expert_parallel, "": 1}[spec.sharded]
             if spec.groups % shards:

@@ -53,7 +53,8 @@ def _recipe_problems(recipe: Recipe) -> list[str]:
     problems += [line for number, stage in enumerate(recipe.stages) for line in _stage_problems(recipe, stage, number)]
     names = [stage.name for stage in recipe.stages]
     problems += [f"stages: the name {name!r} is used twice; rename one" for name in sorted({n for n in names if names.count(n) > 1})]
-    layout = [f"parallel.{key} {size} must be at least 1" for key, size in to_plain(recipe.parallel).items() if size < 1]
+    sizes = {key: size for key, size in to_plain(recipe.parallel).items() if isinstance(size, int) and not isinstance(size, bool)}
+    layout = [f"parallel.{key} {size} must be at least 1" for key, size in sizes.items() if size < 1]
     problems += layout + (bounds := _bound_problems(recipe))
     if recipe.elastic is not None and not (in_model or layout or bounds):
         problems += _elastic_problems(recipe, recipe.elastic)
@@ -71,11 +72,12 @@ _BOUNDS: Mapping[str, tuple[str, ...]] = {
         "router.tolerance",
         "router.learn_share",
         "distill.temperature",
+        "distill.teacher_bytes",
         "optimizer.eps",
     ),
     "at least 0": (
         *("router.budget_weight", "router.clip_grad", "distill.kl_weight", "distill.ce_weight", "optimizer.weight_decay"),
-        *("optimizer.clip_grad", "checkpoint.keep"),
+        *("optimizer.clip_grad", "checkpoint.keep_last"),
     ),
     "at least 0 and below 1": ("optimizer.betas", "router.width_threshold"),
 }
@@ -125,7 +127,7 @@ def _elastic_problems(recipe: Recipe, elastic: ElasticConfig) -> list[str]:
     try:
         space = recipe.space
         assert space is not None
-        problems += space.check_shards(recipe.parallel.tensor, recipe.parallel.expert)
+        problems += space.check_shards(recipe.parallel.tensor, recipe.parallel.expert, recipe.parallel.expert_shards)
         for name, budget in elastic.budgets.items():
             if isinstance(budget, PinnedBudget):
                 problems += _pinned_problems(space, f"elastic.budgets.{name}.plan", budget)

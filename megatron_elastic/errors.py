@@ -25,6 +25,10 @@ class CheckpointError(ElasticError):
     """A checkpoint that is missing, half-written, or of another model."""
 
 
+class RankLostError(ElasticError):
+    """Another process of the run is gone or hangs. Raised by each rank by itself; the process must end, and not dissolve its groups before."""
+
+
 class UnsupportedError(ElasticError):
     """Something that is not supported here, refused by name with what to do instead."""
 

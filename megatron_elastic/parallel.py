@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from megatron_elastic.errors import ConfigError, ElasticError
+from megatron_elastic.errors import ConfigError, ElasticError, raise_all
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from torch.distributed import ProcessGroup
+
+
+COLLECTIVE_MINUTES = 5.0
+"""How long a rank waits in a collective before it takes another for hung. The longest that is right: rank 0 counts out a large data set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +27,16 @@ class ParallelContext:
     """The parallel layout and this process' place in it.
 
     tensor, pipeline, expert, expert_tensor, context, data: number of ranks along each dimension (data: whole replicas).
+    virtual_pipeline: parts of the model on each pipeline rank, taken in turn (the interleaved schedule); 1: one part.
+    sequence_parallel: whether norms and the residual stream are divided over the tensor-parallel ranks by tokens.
     *_rank: this process' position along it. rank, world_size: of all processes. backend: "gloo" or "nccl".
     groups: megatron-core's collection, handed to every module it builds.
     """
 
     tensor: int
     pipeline: int
+    virtual_pipeline: int
+    sequence_parallel: bool
     expert: int
     expert_tensor: int
     context: int
@@ -38,6 +47,7 @@ class ParallelContext:
     pipeline_rank: int
     expert_rank: int
     expert_tensor_rank: int
+    context_rank: int
     data_rank: int
     backend: str
     groups: ProcessGroupCollection
@@ -45,7 +55,7 @@ class ParallelContext:
     """Whether this context started torch.distributed, and so ends it."""
 
     @classmethod
-    def initialize(
+    def initialize(  # noqa: PLR0913 - one number for each dimension
         cls,
         tensor: int = 1,
         pipeline: int = 1,
@@ -53,6 +63,8 @@ class ParallelContext:
         expert_tensor: int | None = None,
         context: int = 1,
         *,
+        virtual_pipeline: int = 1,
+        sequence_parallel: bool | None = None,
         backend: str = "gloo",
         seed: int = 1234,
     ) -> ParallelContext:
@@ -60,6 +72,7 @@ class ParallelContext:
 
         Processes come from the usual environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); without RANK there is one process.
         expert_tensor: tensor parallelism of the experts; None means `tensor` without expert parallelism and 1 with it.
+        sequence_parallel: None means with tensor parallelism.
         seed: of megatron-core's random states; weights do not depend on it.
         Raises ConfigError when the world cannot be divided this way.
         """
@@ -72,13 +85,15 @@ class ParallelContext:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         if expert_tensor is None:
-            expert_tensor = tensor if expert == 1 else 1
+            expert_tensor = expert_tensor_default(tensor, expert)
+        if sequence_parallel is None:
+            sequence_parallel = tensor > 1
         owns = not dist.is_initialized()
         if owns:
             _start_processes(backend)
         world = dist.get_world_size()
         try:
-            _check_layout(world, tensor, pipeline, expert, expert_tensor, context)
+            raise_all(ConfigError, layout_problems(world, tensor, pipeline, expert, expert_tensor, context, virtual_pipeline), "layout")
         except ConfigError:
             if owns:
                 dist.destroy_process_group()
@@ -89,12 +104,16 @@ class ParallelContext:
             context_parallel_size=context,
             expert_model_parallel_size=expert,
             expert_tensor_parallel_size=expert_tensor,
+            create_gloo_process_groups=dist.get_backend() != "fake",  # torch's fake ranks, for tests of layouts, have no other backend
+            distributed_timeout_minutes=COLLECTIVE_MINUTES,  # pyright: ignore[reportArgumentType] - it makes a timedelta of it
         )
         model_parallel_cuda_manual_seed(seed)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         return cls(
             tensor=tensor,
             pipeline=pipeline,
+            virtual_pipeline=virtual_pipeline,
+            sequence_parallel=sequence_parallel,
             expert=expert,
             expert_tensor=expert_tensor,
             context=context,
@@ -105,6 +124,7 @@ class ParallelContext:
             pipeline_rank=groups.pp.rank(),
             expert_rank=groups.ep.rank(),
             expert_tensor_rank=groups.expt_tp.rank(),
+            context_rank=groups.cp.rank(),
             data_rank=groups.dp.rank(),
             backend=backend,
             groups=groups,
@@ -134,6 +154,14 @@ class ParallelContext:
         """Whether this process computes the loss."""
         return self.pipeline_rank == self.pipeline - 1
 
+    def first_part(self, part: int) -> bool:
+        """Whether part number `part` of this rank's model holds the embedding."""
+        return self.is_first_stage and part == 0
+
+    def last_part(self, part: int) -> bool:
+        """Whether part number `part` of this rank's model computes the loss."""
+        return self.is_last_stage and part == self.virtual_pipeline - 1
+
     @property
     def world(self) -> ProcessGroup:
         """The group of all processes."""
@@ -156,6 +184,11 @@ class ParallelContext:
     def ep(self) -> ProcessGroup:
         """The expert-parallel group."""
         return self.groups.ep
+
+    @property
+    def cp(self) -> ProcessGroup:
+        """The context-parallel group."""
+        return self.groups.cp
 
     @property
     def dp(self) -> ProcessGroup:
@@ -195,33 +228,46 @@ def dissolve_groups() -> None:
     """End megatron-core's groups, whoever formed them; do nothing when there are none."""
     import torch.distributed as dist
     from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     # megatron-core only forgets its groups; each would keep its threads and sockets for as long as the process lives.
     for group in vars(parallel_state)["_global_process_group_list"] or []:
         if group is not None:
             dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
+    # One cache of the class, keyed by the module, keeps the last 32 rotary embeddings, and each of them its context-parallel group.
+    vars(RotaryEmbedding)["forward"].cache_clear()
 
 
 def _start_processes(backend: str) -> None:
     import torch.distributed as dist
 
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timedelta(minutes=COLLECTIVE_MINUTES))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def _check_layout(world: int, tensor: int, pipeline: int, expert: int, expert_tensor: int, context: int) -> None:
-    """Raise ConfigError when `world` processes cannot be divided this way."""
-    dense, experts = tensor * pipeline * context, expert_tensor * expert * pipeline
+def expert_tensor_default(tensor: int, expert: int) -> int:
+    """Tensor parallelism of the experts where none is asked for: that of the other layers, but whole experts with expert parallelism."""
+    return tensor if expert == 1 else 1
+
+
+def layout_problems(
+    world: int, tensor: int, pipeline: int, expert: int, expert_tensor: int, context: int, virtual_pipeline: int
+) -> list[str]:
+    """Why `world` processes cannot be divided this way, one line each."""
+    dense, experts, found = tensor * pipeline * context, expert_tensor * expert * pipeline, []
     if world % dense:
-        raise ConfigError(
+        found.append(
             f"parallel.tensor {tensor} x pipeline {pipeline} x context {context} does not divide the {world} processes; "
             f"start a multiple of {dense}"
         )
     if world % experts:
-        raise ConfigError(
+        found.append(
             f"parallel.expert {expert} x expert_tensor {expert_tensor} x pipeline {pipeline} does not divide the {world} processes; "
             f"start a multiple of {experts} or lower parallel.expert"
         )
+    if virtual_pipeline > 1 and pipeline == 1:
+        found.append(f"parallel.virtual_pipeline {virtual_pipeline} needs parallel.pipeline above 1; set it to 1")
+    return found

@@ -8,6 +8,7 @@ from typing import Literal
 
 from megatron_elastic.axes import ElasticAxis, ElasticSpace, SubmodelPlan
 from megatron_elastic.memory import MemoryTarget
+from megatron_elastic.parallel import expert_tensor_default
 from megatron_elastic.shape import ModelShape
 from megatron_elastic.space import AxisChoices, build_space
 
@@ -87,6 +88,11 @@ class DistillConfig:
     """Softens both distributions; the divergence is multiplied by its square."""
     chunk_tokens: int = 1024
     """Tokens whose logits exist at a time."""
+    teacher_bytes: float = 2e9
+    """Memory for the frozen parent's final hidden states on a rank of the last stage: with a pipeline the parent runs ahead of the student over
+    as many microbatches as fit. Without one it runs microbatch by microbatch."""
+    offload: bool = False
+    """Whether those states wait in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,10 +123,35 @@ class ParallelConfig:
 
     tensor: int = 1
     """Ranks that share every layer."""
+    sequence_parallel: bool | None = None
+    """Whether the ranks of `tensor` divide the tokens of norms and the residual stream; null: when there are several."""
     pipeline: int = 1
     """Ranks in a row that share the layers."""
+    virtual_pipeline: int = 1
+    """Parts of the model on each pipeline rank, taken in turn (megatron-core's interleaved schedule)."""
     expert: int = 1
     """Ranks that share the experts."""
+    expert_tensor: int | None = None
+    """Ranks that share every expert; null: as many as `tensor` without expert parallelism, 1 with it."""
+    context: int = 1
+    """Ranks that share the tokens of a sequence."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What the backward computes again instead of keeping it: core attention (selective), or every layer (full)."""
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that share every expert."""
+        return expert_tensor_default(self.tensor, self.expert) if self.expert_tensor is None else self.expert_tensor
+
+    @property
+    def token_shards(self) -> int:
+        """Tensor-parallel ranks that divide the tokens of the residual stream."""
+        return self.tensor if self.sequence_parallel in (None, True) else 1
+
+    @property
+    def replicas_together(self) -> int:
+        """Replicas that exchange tokens over their experts, and so compute the same size at the same time."""
+        return max(1, self.expert_shards * self.expert // (self.tensor * self.context))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,8 +198,10 @@ class CheckpointConfig:
 
     interval: int = 100
     """Steps between checkpoints; a stage's end is always saved."""
-    keep: int = 2
-    """Checkpoints that are kept beside the end of each stage."""
+    keep_last: int = 2
+    """The newest so many checkpoints are kept, beside the end of each stage."""
+    asynchronous: bool = False
+    """Write while training goes on, except at the end of a stage; takes the size of the checkpoint in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

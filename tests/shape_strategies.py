@@ -94,9 +94,16 @@ def _fewest_experts(shape: ModelShape, topk: int) -> int:
 @st.composite
 def spaces(draw: st.DrawFn, letters: str | None = None) -> tuple[ModelShape, ElasticSpace]:
     """A parent and a space of it: any axes it has, one to four choices each, homogeneous or per layer, any drop order."""
-    shape: Any = draw(shapes(letters))
+    shape = draw(shapes(letters))
+    return shape, draw(spaces_of(shape))
+
+
+@st.composite
+def spaces_of(draw: st.DrawFn, shape: Any, shard_groups: int | None = None, expert_unit: int = 1) -> ElasticSpace:
+    """A space of a parent. shard_groups: drawn when None; expert_unit: every choice of `experts` is a multiple of it where the parent's is."""
     neurons = [part for part in (shape.mlp and shape.mlp.ffn, shape.moe and shape.moe.ffn, shape.moe and shape.moe.shared_ffn) if part]
-    shard_groups = draw(st.sampled_from([n for n in (1, 2, 4, 5) if math.gcd(*neurons) % n == 0]))
+    if shard_groups is None:
+        shard_groups = draw(st.sampled_from([n for n in (1, 2, 4, 5) if math.gcd(*neurons) % n == 0]))
     axes: dict[ElasticAxis, AxisChoices] = {}
     for axis, parent in [*parent_plan(shape).widths, (ElasticAxis.LAYERS, shape.num_layers)]:
         assert isinstance(parent, int)
@@ -108,12 +115,14 @@ def spaces(draw: st.DrawFn, letters: str | None = None) -> tuple[ModelShape, Ela
             if parent < least:
                 continue
         if axis is ElasticAxis.EXPERTS:
-            unit, least = shape.moe.routing_groups or 1, _fewest_experts(shape, shape.moe.topk) // (shape.moe.routing_groups or 1)
+            both = math.lcm(shape.moe.routing_groups or 1, expert_unit)
+            unit = shape.moe.routing_groups or 1 if parent % both else both
+            least = -(-_fewest_experts(shape, shape.moe.topk) // unit)
         narrower = draw(st.sets(st.integers(least, parent // unit), max_size=3)) - {parent // unit}
         choices = (parent, *(unit * n for n in sorted(narrower, reverse=True)))
         axes[axis] = AxisChoices(choices=choices, per_layer=bool(layers_of_axis(shape, axis)) and draw(st.booleans()))
     drop_order = draw(st.permutations(range(shape.num_layers)))
-    return shape, build_space(shape, axes, shard_groups=shard_groups, drop_order=tuple(drop_order))
+    return build_space(shape, axes, shard_groups=shard_groups, drop_order=tuple(drop_order))
 
 
 def plans(source: ElasticSpace | ModelShape) -> st.SearchStrategy[SubmodelPlan]:

@@ -223,7 +223,7 @@ BAD = [
     ("data={}", "data.path is missing; add it"),
     ("elastic.budgets.middle={}", "elastic.budgets.middle.plan is missing; add it"),
     ("checkpoint.interval=0", "checkpoint.interval 0 must be at least 1"),
-    ("checkpoint.keep=-1", "checkpoint.keep -1 must be at least 0"),
+    ("checkpoint.keep_last=-1", "checkpoint.keep_last -1 must be at least 0"),
     ("eval.samples=0", "eval.samples 0 must be at least 1"),
     ("log.interval=0", "log.interval 0 must be at least 1"),
     # stages

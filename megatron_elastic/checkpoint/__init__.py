@@ -9,17 +9,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_elastic.checkpoint.files import CheckpointInfo, find_model_checkpoint, latest_checkpoint, open_checkpoint, prune
+    from megatron_elastic.checkpoint.files import CheckpointInfo, find_model_checkpoint, open_checkpoint, prune
     from megatron_elastic.checkpoint.named import NamedTensors, write_named
-    from megatron_elastic.checkpoint.sharded.load import load_checkpoint
-    from megatron_elastic.checkpoint.sharded.save import save_checkpoint
+    from megatron_elastic.checkpoint.sharded.load import Resumed, load_checkpoint, load_latest
+    from megatron_elastic.checkpoint.sharded.save import PendingSave, save_checkpoint
 
 __all__ = [
     "CheckpointInfo",
     "NamedTensors",
+    "PendingSave",
+    "Resumed",
     "find_model_checkpoint",
-    "latest_checkpoint",
     "load_checkpoint",
+    "load_latest",
     "open_checkpoint",
     "prune",
     "save_checkpoint",
@@ -29,7 +31,10 @@ __all__ = [
 _MODULES = {
     "NamedTensors": "named",
     "write_named": "named",
+    "PendingSave": "sharded.save",
+    "Resumed": "sharded.load",
     "load_checkpoint": "sharded.load",
+    "load_latest": "sharded.load",
     "save_checkpoint": "sharded.save",
 }
 

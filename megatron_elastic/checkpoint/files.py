@@ -1,7 +1,8 @@
 """The files around a checkpoint: its description, how it gets its name, which one is the latest. No torch.
 
 A checkpoint is written under a temporary name and renamed when it is whole; then the pointer file `latest` beside it moves. A
-directory with a final name is therefore whole, unless somebody copied or deleted a part of it, and that is found by its list of files.
+directory with a final name is therefore whole, unless a part of it was copied, deleted or changed later, and that is found by its list of
+files with their sizes and checksums. Sizes are looked at whenever one is opened, checksums when one is loaded to train on.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import dacite
 
 from megatron_elastic.axes import AxisSpec, ElasticAxis, ElasticSpace, SubmodelPlan
+from megatron_elastic.checkpoint.streams import checksum_of
 from megatron_elastic.config import to_plain
 from megatron_elastic.errors import CheckpointError
 from megatron_elastic.formats import CHECKPOINT
@@ -84,18 +86,10 @@ def open_checkpoint(path: Path) -> CheckpointInfo:
 
     Raises CheckpointError when it is missing, half-written (saying what is missing), not ours, or of another format version.
     """
-    file = path / DESCRIPTION
-    if not path.is_dir():
-        raise CheckpointError(f"checkpoint {str(path)!r} does not exist")
-    if not file.is_file():
-        if any(path.glob("*.distcp")):
-            raise CheckpointError(f"checkpoint {str(path)!r} is half-written: {DESCRIPTION} is missing; use an earlier one")
-        raise CheckpointError(f"{str(path)!r} is not a checkpoint: it has no {DESCRIPTION}")
-    data = _read_description(file)
+    data = _read_description(path)
     CHECKPOINT.check(data, f"checkpoint {str(path)!r}")
-    missing = _missing_files(path, data)
-    if missing:
-        raise CheckpointError(f"checkpoint {str(path)!r} is half-written: {', '.join(missing)}; use an earlier one")
+    if damage := _wrong_sizes(path, data):
+        raise CheckpointError(f"checkpoint {str(path)!r} is half-written: {', '.join(damage)}; use an earlier one")
     try:
         shape = dacite.from_dict(ModelShape, data["shape"], dacite.Config(strict=True, cast=[tuple]))
         space = None if data["space"] is None else _decode_space(data["space"], shape)
@@ -109,18 +103,25 @@ def open_checkpoint(path: Path) -> CheckpointInfo:
             provenance=data["provenance"],
         )
     except (KeyError, ValueError, TypeError, dacite.DaciteError) as error:
-        raise CheckpointError(f"{file} cannot be understood: {error}") from None
+        raise CheckpointError(f"{path / DESCRIPTION} cannot be understood: {error}") from None
 
 
-def _read_description(file: Path) -> dict[str, Any]:
+def _read_description(path: Path) -> dict[str, Any]:
+    file = path / DESCRIPTION
+    if not path.is_dir():
+        raise CheckpointError(f"checkpoint {str(path)!r} does not exist")
+    if not file.is_file():
+        if any(path.glob("*.distcp")):
+            raise CheckpointError(f"checkpoint {str(path)!r} is half-written: {DESCRIPTION} is missing; use an earlier one")
+        raise CheckpointError(f"{str(path)!r} is not a checkpoint: it has no {DESCRIPTION}")
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError):
-        raise CheckpointError(f"checkpoint {str(file.parent)!r} is half-written: {DESCRIPTION} is not JSON; use an earlier one") from None
+        raise CheckpointError(f"checkpoint {str(path)!r} is half-written: {DESCRIPTION} is not JSON; use an earlier one") from None
     return data if isinstance(data, dict) else {}
 
 
-def _missing_files(path: Path, data: Mapping[str, Any]) -> list[str]:
+def _wrong_sizes(path: Path, data: Mapping[str, Any]) -> list[str]:
     problems = []
     for name, size in data["files"].items():
         file = path / name
@@ -129,6 +130,35 @@ def _missing_files(path: Path, data: Mapping[str, Any]) -> list[str]:
         elif file.stat().st_size != size:
             problems.append(f"{name} has {file.stat().st_size} bytes, not {size}")
     return problems
+
+
+def damage(path: Path, *, reader: int = 0, readers: int = 1) -> list[str]:
+    """What is wrong with the files of a checkpoint, [] when nothing is: its description, sizes, and contents against their checksums.
+
+    reader, readers: of so many processes, this one reads every `readers`-th file, from number `reader` on; together they read each once.
+    A checkpoint from before there were checksums is checked by its sizes alone.
+    """
+    if not path.is_dir():
+        return ["it is gone"]
+    if not (path / DESCRIPTION).is_file():
+        return [f"{DESCRIPTION} is missing"]
+    try:
+        data = _read_description(path)
+    except CheckpointError:
+        return [f"{DESCRIPTION} is not JSON"]
+    if "files" not in data:
+        return [f"{DESCRIPTION} does not list the files"]
+    if problems := _wrong_sizes(path, data):
+        return problems
+    mine = sorted(data.get("checksums", {}).items())[reader::readers]
+    return [problem for name, wanted in mine if (problem := _changed(path / name, wanted)) is not None]
+
+
+def _changed(file: Path, checksum: int) -> str | None:
+    try:
+        return None if checksum_of(file) == checksum else f"{file.name} was changed after it was written (its checksum differs)"
+    except OSError as error:
+        return f"{file.name} cannot be read: {error.strerror}"
 
 
 def _decode_axis(data: Mapping[str, Any], shape: ModelShape) -> AxisSpec:
@@ -161,8 +191,11 @@ def temporary_name(directory: Path) -> Path:
     return directory.parent / f".tmp-{directory.name}"
 
 
-def write_description(temporary: Path, description: Description) -> None:
-    """Describe the finished files of `temporary` and force everything to the disk."""
+def write_description(temporary: Path, description: Description, checksums: Mapping[str, int]) -> None:
+    """Describe the finished files of `temporary` and force everything to the disk.
+
+    checksums: of files whose writer took it on the way; the others are read for it.
+    """
     files = sorted(file for file in temporary.iterdir() if file.is_file())
     data = {
         **CHECKPOINT.stamp,
@@ -172,6 +205,7 @@ def write_description(temporary: Path, description: Description) -> None:
         "plans": {name: plan.to_dict() for name, plan in description.plans.items()},
         "provenance": to_plain(description.provenance),
         "files": {file.name: file.stat().st_size for file in files},
+        "checksums": {file.name: checksums[file.name] if file.name in checksums else checksum_of(file) for file in files},
     }
     (temporary / DESCRIPTION).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     for path in (*files, temporary / DESCRIPTION, temporary):
@@ -190,9 +224,10 @@ def publish(temporary: Path, directory: Path) -> None:
 
 
 @contextmanager
-def new_checkpoint(directory: Path, description: Description) -> Iterator[Path]:
+def new_checkpoint(directory: Path, description: Description) -> Iterator[tuple[Path, dict[str, int]]]:
     """A temporary directory for one process to write a checkpoint in; it becomes `directory` when the block ends well.
 
+    With it comes a dictionary for the checksums of files, as far as the block knows them.
     Raises CheckpointError when `directory` exists or the disk is full; nothing is left under the final name then.
     """
     if directory.exists():
@@ -201,8 +236,9 @@ def new_checkpoint(directory: Path, description: Description) -> Iterator[Path]:
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        yield temporary
-        write_description(temporary, description)
+        checksums: dict[str, int] = {}
+        yield temporary, checksums
+        write_description(temporary, description, checksums)
         publish(temporary, directory)
     except OSError as error:
         raise CheckpointError(cannot_write(directory, error.strerror)) from error
@@ -225,56 +261,73 @@ def move_latest(directory: Path) -> None:
     _force_to_disk(directory.parent)
 
 
-def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint `latest` points at; the newest whole one when that is missing or half-written; None when there is none."""
+def candidates(run_dir: Path) -> list[Path]:
+    """What a run may go on from, whole or not, best first: the checkpoint that `latest` names, then the newest first.
+
+    A save that has not finished is not among them.
+    """
     pointer = run_dir / LATEST
     named = [run_dir / pointer.read_text(encoding="utf-8").strip()] if pointer.is_file() else []
-    return next((path for path in named + _newest_first(run_dir) if _is_whole(path)), None)
+    return named + [path for path in _newest_first(run_dir) if path not in named]
 
 
 def find_model_checkpoint(path: Path) -> Path:
     """The checkpoint that `path` means: itself, or the latest one of a run directory.
 
-    Raises CheckpointError when there is none.
+    Raises CheckpointError when there is none, or when the latest is half-written: which other one is meant is for the user to say.
     """
     if (path / DESCRIPTION).is_file():
         return path
     for run_dir in (path / CHECKPOINTS, path):
-        found = latest_checkpoint(run_dir)
-        if found is not None:
-            return found
+        found = candidates(run_dir)
+        if found:
+            return open_checkpoint(found[0]).path
     if path.is_dir() and not any(path.glob("*.distcp")):
         raise CheckpointError(f"{str(path)!r} is neither a checkpoint (no {DESCRIPTION}) nor a run that has saved one")
     return open_checkpoint(path).path
 
 
 def _newest_first(run_dir: Path) -> list[Path]:
-    found = [file.parent for file in run_dir.glob(f"*/{DESCRIPTION}") if not file.parent.name.startswith(".")]
-    return sorted(found, key=lambda path: (path / DESCRIPTION).stat().st_mtime_ns, reverse=True)
+    """Directories that hold a checkpoint or a part of one, by the time of their description, else their own."""
+    found = {file.parent for pattern in (DESCRIPTION, "*.distcp") for file in run_dir.glob(f"*/{pattern}")}
+    return sorted((path for path in found if not path.name.startswith(".")), key=_written_at, reverse=True)
 
 
-def _is_whole(path: Path) -> bool:
+def _written_at(path: Path) -> tuple[int, str]:
+    description = path / DESCRIPTION
+    return (description if description.is_file() else path).stat().st_mtime_ns, path.name
+
+
+def _has_its_files(path: Path) -> bool:
     try:
-        return not _missing_files(path, _read_description(path / DESCRIPTION))
-    except (CheckpointError, FileNotFoundError, KeyError):
+        return not _wrong_sizes(path, _read_description(path))
+    except (CheckpointError, KeyError):
         return False
 
 
-def prune(run_dir: Path, keep: int, protected: Collection[str] = ()) -> list[str]:
+def prune(run_dir: Path, keep_last: int, protected: Collection[str] = ()) -> list[str]:
     """Delete the oldest checkpoints of a run and what a killed save left behind; returns the names deleted.
 
-    keep: how many of the newest stay, besides the names in `protected` and the one `latest` points at.
+    keep_last: how many of the newest whole ones stay, besides the newest whole one of all, the one `latest` names, and `protected`: names
+    that stay and may be in the middle of being written.
     """
     pointer = run_dir / LATEST
-    spared = {*protected, pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else ""}
-    candidates = [path for path in _newest_first(run_dir) if path.name not in set(protected)]
-    doomed = [path for path in candidates[keep:] if path.name not in spared]
+    found = _newest_first(run_dir)
+    whole = [path.name for path in found if _has_its_files(path)]
+    spared = {*protected, *whole[:1], pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else ""}
+    kept, doomed = 0, []
+    for path in found:
+        if path.name in whole and path.name not in protected:
+            kept += 1
+        if kept > keep_last and path.name not in spared:
+            doomed.append(path)
     for path in doomed:
         hidden = path.parent / f".old-{path.name}"
         path.rename(hidden)  # half-deleted, it would look like a checkpoint
         shutil.rmtree(hidden)
     for left in (*run_dir.glob(".tmp-*/"), *run_dir.glob(".old-*/")):
-        shutil.rmtree(left, ignore_errors=True)
+        if left.name.split("-", 1)[1] not in protected:
+            shutil.rmtree(left, ignore_errors=True)
     return [path.name for path in doomed]
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from megatron_elastic.axes import ElasticSpace, SubmodelPlan
 from megatron_elastic.checkpoint.files import CheckpointKind, Description, new_checkpoint, open_checkpoint
-from megatron_elastic.checkpoint.streams import DeferredErrors
+from megatron_elastic.checkpoint.streams import CarefulFile
 from megatron_elastic.errors import CheckpointError, raise_all
 from megatron_elastic.layout import full_shapes, layer_of
 from megatron_elastic.shape import ModelShape
@@ -154,9 +154,9 @@ def write_named(
     description = Description(kind=CheckpointKind.MODEL, shape=shape, space=space, plans=plans or {}, provenance=provenance or {})
     waiting = full_shapes(shape)
     index = _Index()
-    with new_checkpoint(directory, description) as temporary:
+    with new_checkpoint(directory, description) as (temporary, checksums):
         with (temporary / "__0_0.distcp").open("wb") as file:
-            stream = DeferredErrors(file)
+            stream = CarefulFile(file)
             for name, tensor in tensors:
                 wanted = waiting.pop(name, None)
                 if wanted is None:
@@ -169,6 +169,7 @@ def write_named(
                     whole = part.to("cpu").contiguous().clone()  # a view would bring its whole storage along
                     torch.save(whole, stream)  # pyright: ignore[reportArgumentType] - it asks for a write method
                     index.add(key, whole, _StorageInfo("__0_0.distcp", start, stream.tell() - start))
+            checksums["__0_0.distcp"] = stream.checksum
         raise_all(CheckpointError, [f"{name} was not given" for name in waiting], f"checkpoint {str(directory)!r}")
         (temporary / ".metadata").write_bytes(pickle.dumps(index.metadata()))
         torch.save({}, temporary / "common.pt")

@@ -1,12 +1,16 @@
-"""A file that torch can write to although the disk may be full."""
+"""A file that torch can write to although the disk may be full, and that knows the checksum of what was written."""
 
 from __future__ import annotations
 
+import zlib
+from pathlib import Path
 from typing import IO, Any
 
+_BLOCK = 2**20
 
-class DeferredErrors:
-    """A binary file whose write errors are raised by the next call that is not a write.
+
+class CarefulFile:
+    """A binary file, written from front to back, whose write errors are raised by the next call that is not a write.
 
     torch.save calls `write` from C++; an exception there becomes a RuntimeError without its cause, and was seen to end the process with
     a segmentation fault at the next garbage collection.
@@ -15,6 +19,8 @@ class DeferredErrors:
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._error: OSError | None = None
+        self.checksum = 0
+        """CRC-32 of everything written so far."""
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Write `data`, or nothing once a write has failed; says that all was written."""
@@ -23,6 +29,8 @@ class DeferredErrors:
                 self._file.write(data)
             except OSError as error:
                 self._error = error
+            else:
+                self.checksum = zlib.crc32(data, self.checksum)
         return memoryview(data).nbytes
 
     def tell(self) -> int:
@@ -46,3 +54,12 @@ class DeferredErrors:
         if self._error is not None:
             raise self._error
         return self._file
+
+
+def checksum_of(file: Path) -> int:
+    """CRC-32 of a file's content, read once in blocks. Raises OSError."""
+    found = 0
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            found = zlib.crc32(block, found)
+    return found

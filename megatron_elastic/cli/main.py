@@ -17,13 +17,15 @@ from typing import Annotated
 import typer
 
 from megatron_elastic import __version__
-from megatron_elastic.errors import ElasticError
+from megatron_elastic.errors import ElasticError, RankLostError
 
 PROGRAM = "megatron-elastic"
 COMMANDS = ("data", "train", "plan", "validate", "extract", "verify", "generate", "report")
 """Modules of this package, in the order in which `--help` lists them."""
 
 EXIT_USER_ERROR = 2
+EXIT_RANK_LOST = os.EX_TEMPFAIL
+"""Another process of the run is gone: the same command goes on from the last checkpoint."""
 SECONDS_FOR_THE_FIRST = 3.0
 """How long the other processes of a run wait before they end on a user's error."""
 
@@ -67,13 +69,18 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> None:
     """Run `app` on `arguments` (default: the process's) and exit.
 
     An `ElasticError` becomes one message on stderr and exit code 2; any other exception keeps its traceback. Of several processes
-    (RANK, as torchrun sets it) the first prints the message: what stops one rank is raised on all.
+    (RANK, as torchrun sets it) the first prints the message: what stops one rank is raised on all. The loss of a rank (exit code 75, "try
+    again") is what each of the others says by itself, and ends it at once.
 
     Raises:
         SystemExit: always, unless an unknown exception propagates.
     """
     try:
         app(args=None if arguments is None else list(arguments), prog_name=PROGRAM)
+    except RankLostError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.stdout.flush()
+        os._exit(EXIT_RANK_LOST)  # the interpreter's own end would wait for transfers to ranks that wait for this one
     except ElasticError as error:
         if os.environ.get("RANK", "0") == "0":
             typer.echo(f"error: {error}", err=True)

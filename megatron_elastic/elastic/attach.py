@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.ssm.mamba_mixer import ExtendedRMSNorm, MambaMixer
-from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_elastic.axes import ElasticAxis, ElasticSpace, SubmodelPlan
-from megatron_elastic.elastic import modules
+from megatron_elastic.elastic import mamba, modules
 from megatron_elastic.elastic.decision import Decision, Mode, Slot, hard_decision
 from megatron_elastic.elastic.linear import ElasticColumnLinear, ElasticRowLinear, LinearSite
 from megatron_elastic.elastic.refusals import config_problems, slice_problems
@@ -31,10 +27,13 @@ from megatron_elastic.elastic.router_module import ElasticAlltoAllDispatcher, El
 from megatron_elastic.errors import ConfigError, UnsupportedError, raise_all
 from megatron_elastic.layout import Dim, axis_groups, dims_of
 from megatron_elastic.models.local_layers import LayerNormColumnParallelLinear, LocalLayerNorm, LocalRMSNorm
+from megatron_elastic.models.recompute import RecomputableMambaLayer, RecomputableMLPLayer, RecomputableTransformerLayer
 from megatron_elastic.parallel import ParallelContext
+from megatron_elastic.platform.router import TopKRouter
 from megatron_elastic.platform.te import transformer_engine
 from megatron_elastic.platform.versions import canonical_name, conv_owner, hybrid_classes
 from megatron_elastic.shape import ModelShape
+from megatron_elastic.space import attention_problems, context_problems
 
 COLUMNS: dict[type, type] = {ColumnParallelLinear: ElasticColumnLinear}
 NORM_COLUMNS: dict[type, type] = {LayerNormColumnParallelLinear: modules.ElasticNormLinear}
@@ -42,7 +41,7 @@ ROWS: dict[type, type] = {RowParallelLinear: ElasticRowLinear}
 NORMS: dict[type, type] = {
     LocalRMSNorm: modules.ElasticRMSNorm,
     LocalLayerNorm: modules.ElasticLayerNorm,
-    ExtendedRMSNorm: modules.ElasticGatedNorm,
+    ExtendedRMSNorm: mamba.ElasticGatedNorm,
 }
 if transformer_engine() is not None:
     from megatron_elastic.elastic import te  # its classes can be subclassed only where Transformer Engine is
@@ -57,12 +56,13 @@ WRITERS: Mapping[type, type] = {
     SelfAttention: modules.ElasticSelfAttention,
     MLP: modules.ElasticMLP,
     MoELayer: modules.ElasticMoELayer,
-    MambaLayer: modules.ElasticMambaLayer,
-    TransformerLayer: modules.ElasticTransformerLayer,
-    MLPLayer: modules.ElasticMLPLayer,
+    RecomputableMambaLayer: modules.ElasticMambaLayer,
+    RecomputableTransformerLayer: modules.ElasticTransformerLayer,
+    RecomputableMLPLayer: modules.ElasticMLPLayer,
 }
 """Modules that write to the residual stream, and the layers around them."""
-LAYERS = (MambaLayer, TransformerLayer, MLPLayer)
+LAYERS = (RecomputableMambaLayer, RecomputableTransformerLayer, RecomputableMLPLayer)
+STACKS = (hybrid_classes().stack, TransformerBlock)
 
 _LOCAL_LAYER = re.compile(r"decoder\.layers\.(\d+)(\..*)?")
 _LOCAL_EXPERT = re.compile(r"experts\.local_experts\.\d+\.")
@@ -71,15 +71,21 @@ _LOCAL_EXPERT = re.compile(r"experts\.local_experts\.\d+\.")
 class ElasticHandle:
     """A model that has become elastic.
 
-    space: its choices; attached: axis -> number of modules that follow it on this rank.
+    parts: the parts of this rank's share of the model, one unless the pipeline is interleaved; space: its choices;
+    attached: axis -> number of modules that follow it on this rank.
     """
 
-    def __init__(self, model: torch.nn.Module, space: ElasticSpace, shape: ModelShape) -> None:
-        self.model, self.space, self.shape = model, space, shape
+    def __init__(self, parts: Sequence[Any], space: ElasticSpace, shape: ModelShape) -> None:
+        self.parts, self.space, self.shape = tuple(parts), space, shape
         self.attached: Counter[ElasticAxis] = Counter()
         self._slot = Slot()
         self._swapped: list[tuple[Any, type, tuple[str, ...]]] = []
-        self._expert_bias_rate = model.config.moe_router_bias_update_rate
+        self._expert_bias_rate = self.config.moe_router_bias_update_rate
+
+    @property
+    def config(self) -> Any:
+        """megatron-core's config of the first part."""
+        return self.parts[0].config
 
     @property
     def decision(self) -> Decision | None:
@@ -98,7 +104,7 @@ class ElasticHandle:
         else:
             decision = plan
         if decision is not None and decision.kept:
-            raise_all(UnsupportedError, slice_problems(self.model.config), "use")
+            raise_all(UnsupportedError, slice_problems(self.config), "use")
         before, self._slot.decision = self._slot.decision, decision
         try:
             yield
@@ -117,7 +123,12 @@ class ElasticHandle:
                 delattr(module, name)
         self._swapped.clear()
         self.attached.clear()
-        self.model.config.moe_router_bias_update_rate = self._expert_bias_rate
+        self._update_expert_bias(self._expert_bias_rate)
+
+    def _update_expert_bias(self, rate: float) -> None:
+        if self.config.num_moe_experts is not None:
+            for part in self.parts:
+                part.config.moe_router_bias_update_rate = rate
 
     def _swap(self, module: Any, kind: type, **sites: Any) -> None:
         self._swapped.append((module, type(module), tuple(sites)))
@@ -127,9 +138,14 @@ class ElasticHandle:
 
 
 def elasticize(
-    model: torch.nn.Module, space: ElasticSpace, parallel: ParallelContext, shape: ModelShape, *, expert_bias_rate: float = 0.0
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    space: ElasticSpace,
+    parallel: ParallelContext,
+    shape: ModelShape,
+    *,
+    expert_bias_rate: float = 0.0,
 ) -> ElasticHandle:
-    """Make a model from `build_model` elastic in place and return the handle to use and undo it.
+    """Make a model from `build_model`, or the parts of one, elastic in place and return the handle to use and undo it.
 
     Parameters, names and buffers do not change, so checkpoints stay the parent's. expert_bias_rate: how far megatron moves the selection
     bias of the experts a step until `remove()`; 0 freezes it. Every microbatch counts only the experts that are alive in it: plain
@@ -137,28 +153,34 @@ def elasticize(
     Raises ConfigError for a layout whose shards cut groups, and UnsupportedError naming every setting, module, parameter or axis that could
     not be attached; the model is left as it was.
     """
-    raise_all(ConfigError, space.check_shards(parallel.tensor, parallel.expert), "elastic space")
-    raise_all(UnsupportedError, config_problems(model.config, space), "elasticize")
-    handle = ElasticHandle(model, space, shape)
+    parts = [model] if isinstance(model, torch.nn.Module) else list(model)
+    problems = space.check_shards(parallel.tensor, parallel.expert, parallel.expert_tensor) + attention_problems(
+        shape, space, parallel.tensor
+    )
+    raise_all(ConfigError, problems + context_problems(shape, space, parallel.tensor, parallel.context), "elastic space")
+    handle = ElasticHandle(parts, space, shape)
+    raise_all(UnsupportedError, config_problems(handle.config, space), "elasticize")
     try:
-        for name, module in list(model.named_modules()):
-            _Attachment(handle, parallel, name, module).make()
-        _check_complete(handle, parallel)
+        for part in parts:
+            for name, module in list(part.named_modules()):
+                _Attachment(handle, parallel, part, name, module).make()
+            if parallel.pipeline > 1:
+                _Attachment(handle, parallel, part, "decoder", part.get_submodule("decoder")).make_stack()
+        raise_all(UnsupportedError, _missing(handle), "elasticize")
     except Exception:
         handle.remove()
         raise
-    if model.config.num_moe_experts is not None:
-        model.config.moe_router_bias_update_rate = expert_bias_rate
+    handle._update_expert_bias(expert_bias_rate)
     return handle
 
 
 class _Attachment:
     """One module on its way to its elastic class. full: its name in the layout table (global layer number, experts stacked)."""
 
-    def __init__(self, handle: ElasticHandle, parallel: ParallelContext, name: str, module: Any) -> None:
+    def __init__(self, handle: ElasticHandle, parallel: ParallelContext, part: Any, name: str, module: Any) -> None:
         self.handle, self.parallel, self.module, self.slot = handle, parallel, module, handle._slot
         match = _LOCAL_LAYER.fullmatch(name)
-        self.layer = None if match is None else handle.model.decoder.layers[int(match[1])].layer_number - 1  # pyright: ignore
+        self.layer = None if match is None else part.decoder.layers[int(match[1])].layer_number - 1
         full = canonical_name(name if match is None else f"decoder.layers.{self.layer}{match[2] or ''}")
         self.full = _LOCAL_EXPERT.sub("experts.experts.", full)
 
@@ -185,6 +207,11 @@ class _Attachment:
             elif kind is MoELayer and self.handle.space.spec(ElasticAxis.TOPK) is not None:
                 self._dispatcher()
 
+    def make_stack(self) -> None:
+        """Make the layer stack of a pipeline stage keep the parent's width at both ends."""
+        if isinstance(self.module, STACKS):
+            self.handle._swap(self.module, _pipeline_stack(type(self.module)), site=modules.Site(self.slot, None, self._hidden()))
+
     def _linear(self, kind: type) -> None:
         rows, cols = self._dims("weight")
         shards = self.parallel.expert_tensor if ".experts.experts." in self.full else self.parallel.tensor
@@ -201,10 +228,10 @@ class _Attachment:
     def _mixer(self) -> None:
         ranks = self.parallel.tensor
         conv, heads = self._site("conv1d.bias", ranks), self._site("A_log", ranks)
-        self.handle._swap(self.module.cp, modules.ElasticMambaContextParallel, conv_site=conv, heads_site=heads)
+        self.handle._swap(self.module.cp, mamba.ElasticMambaContextParallel, conv_site=conv, heads_site=heads)
         site = modules.Site(self.slot, self.layer, self._hidden())
         state = modules.Site(self.slot, self.layer, Dim(conv.dim.segments[-1:]), ranks)  # z and x come first, C last
-        self.handle._swap(self.module, modules.ElasticMambaMixer, site=site, state_site=state)
+        self.handle._swap(self.module, mamba.ElasticMambaMixer, site=site, state_site=state)
 
     def _dispatcher(self) -> None:
         """megatron's all-to-all counts on topk experts for every token; the others ask the routing map."""
@@ -226,27 +253,25 @@ class _Attachment:
         self.handle.attached.update(elastic & set(axes))
 
 
-def _check_complete(handle: ElasticHandle, parallel: ParallelContext) -> None:
-    """Every parameter has an elastic owner, every axis of this stage was attached."""
-    owners = {id(module) for module, _, _ in handle._swapped}
-    conv = {id(conv_owner(module)) for module in handle.model.modules() if isinstance(module, MambaMixer)}
-    problems = [
-        f"{name or 'model'} ({type(module).__name__}) holds parameters but has no elastic form"
-        for name, module in handle.model.named_modules()
-        if any(True for _ in module.parameters(recurse=False)) and id(module) not in owners | conv
-    ]
-    mine = {layer.layer_number - 1 for layer in handle.model.decoder.layers}  # pyright: ignore
+def _missing(handle: ElasticHandle) -> list[str]:
+    """Parameters without an elastic owner, and axes of this rank's layers that no module follows; one line each."""
+    owners, problems, mine = {id(module) for module, _, _ in handle._swapped}, [], set()
+    for part in handle.parts:
+        conv = {id(conv_owner(module)) for module in part.modules() if isinstance(module, MambaMixer)}
+        problems += [
+            f"{name or 'model'} ({type(module).__name__}) holds parameters but has no elastic form"
+            for name, module in part.named_modules()
+            if any(True for _ in module.parameters(recurse=False)) and id(module) not in owners | conv
+        ]
+        decoder: Any = part.get_submodule("decoder")
+        if not isinstance(decoder, STACKS):
+            problems.append(f"the layer stack {type(decoder).__name__} has no elastic form")
+        mine |= {layer.layer_number - 1 for layer in decoder.layers}
     for spec in handle.space.axes:
         expected = not spec.layers or mine & set(spec.layers)
         if expected and mine and not handle.attached[spec.axis]:
             problems.append(f"axis {spec.axis.value!r} was attached to no module of this model")
-    if not isinstance(handle.model.decoder, (hybrid_classes().stack, TransformerBlock)):
-        problems.append(f"the layer stack {type(handle.model.decoder).__name__} has no elastic form")
-    elif parallel.pipeline > 1:
-        stack = _pipeline_stack(type(handle.model.decoder))
-        hidden = _Attachment(handle, parallel, "decoder", handle.model.decoder)._hidden()
-        handle._swap(handle.model.decoder, stack, site=modules.Site(handle._slot, None, hidden))
-    raise_all(UnsupportedError, problems, "elasticize")
+    return problems
 
 
 def _pipeline_stack(kind: Any) -> type:

@@ -7,8 +7,9 @@ router's probabilities (soft) multiply by their weights and, with a threshold, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import torch
@@ -49,6 +50,10 @@ class Decision:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_specs", {spec.axis: spec for spec in self.space.axes})
+
+    def snapshot(self) -> Decision:
+        """The same decision, with the vectors that have been derived so far and nothing of what is derived later."""
+        return replace(self, _vectors=dict(self._vectors))
 
     def width(self, axis: ElasticAxis, layer: int | None) -> tuple[int, int]:
         """(computed width, parent's width) of `axis` in global layer `layer`; (1, 1) when it is not cut."""
@@ -216,3 +221,22 @@ class Slot:
     """Where the modules of one model find the decision of the microbatch that is being computed (None: the parent)."""
 
     decision: Decision | None = None
+
+    @contextmanager
+    def holding(self, decision: Decision | None) -> Iterator[None]:
+        """The modules find this decision, and afterwards the one that was there."""
+        before, self.decision = self.decision, decision
+        try:
+            yield
+        finally:
+            self.decision = before
+
+    @contextmanager
+    def replaying(self, decision: Decision | None) -> Iterator[None]:
+        """The modules find this decision as it is now, however often: what they derive from it is forgotten.
+
+        decision: a snapshot from before a forward. torch's checkpoint wants the second run to save the tensors of the first in the same order,
+        so a vector that was derived in the first is derived in the second.
+        """
+        with self.holding(None if decision is None else decision.snapshot()):
+            yield

@@ -1,4 +1,4 @@
-"""One elastic class per megatron module.
+"""One elastic class per megatron module; those of a Mamba mixer are in `elastic/mamba.py`.
 
 `attach.elasticize` gives a module the elastic class in place of its own (parameters, names and hooks stay, as in PyTorch's
 `fully_shard`). An elastic class overrides only where its module is masked or cut. Where megatron's code reads a size or a weight
@@ -9,27 +9,23 @@ Without a decision every class behaves exactly as its parent class.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
-from megatron.core.ssm.mamba_layer import MambaLayer
-from megatron.core.ssm.mamba_mixer import ExtendedRMSNorm, MambaMixer, causal_conv1d_fn, mamba_chunk_scan_combined
-from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_elastic.axes import ElasticAxis
 from megatron_elastic.elastic.decision import Slot
 from megatron_elastic.elastic.linear import ElasticColumnLinear
 from megatron_elastic.layout import Dim
 from megatron_elastic.models.local_layers import LayerNormColumnParallelLinear, LocalLayerNorm, LocalRMSNorm
-from megatron_elastic.platform.versions import sequence_index
+from megatron_elastic.models.recompute import RecomputableMambaLayer, RecomputableMLPLayer, RecomputableTransformerLayer, Replay
 from megatron_elastic.runs import select
 
 
@@ -184,114 +180,19 @@ class ElasticEmbedding(VocabParallelEmbedding):
         """[rows of this rank, kept hidden]."""
         whole = self._parameters["weight"]
         assert whole is not None
-        return whole.narrow(1, 0, self.site.share(ElasticAxis.HIDDEN, whole.shape[1]))
+        kept = self.site.share(ElasticAxis.HIDDEN, whole.shape[1])
+        # The parameter itself, not a view of all of it: megatron looks for `main_grad` on a tied embedding.
+        return whole if kept == whole.shape[1] else whole.narrow(1, 0, kept)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Tokens [b, s] -> their embeddings in kept channels."""
         return self.site.written(super().forward(input_))
 
 
-class ElasticGatedNorm(ExtendedRMSNorm):
-    """The Mamba mixer's norm over each SSM group: its input is the mask point of mamba_heads and mamba_head_dim."""
-
-    site: Site
-
-    @property
-    def weight(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """[kept channels of this rank]."""
-        whole = self._parameters["weight"]
-        assert whole is not None
-        return self.site.cut(whole)
-
-    @property
-    def group_size(self) -> int:
-        """Kept channels of one SSM group."""
-        heads = self.site.share(ElasticAxis.MAMBA_HEADS, self.__dict__["group_size"])
-        return self.site.share(ElasticAxis.MAMBA_HEAD_DIM, heads)
-
-    def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., kept channels] -> the same."""
-        share = self.site.alive_share(x)
-        if share is None:
-            return super().forward(x) if z is None else super().forward(x, z)
-        scale, values = share.sqrt(), x.float()  # fp32 as the norm inside: the result is rounded once, as the small model's
-        vector = self.site.vector(values)
-        assert vector is not None
-        masked = values * (vector / scale)
-        return ((super().forward(masked) if z is None else super().forward(masked, z)) * scale).to(x.dtype)
-
-
-class ElasticMambaContextParallel(MambaContextParallel):
-    """Hands the mixer the kept part of its convolution and per-head parameters (context parallelism itself is refused)."""
-
-    conv_site: Site
-    heads_site: Site
-
-    def _slice_conv_param(self, param: torch.Tensor) -> torch.Tensor:
-        return self.conv_site.cut(param)
-
-    def _slice_vector_param(self, param: torch.Tensor, has_hdim: bool = False) -> torch.Tensor:  # noqa: FBT001, FBT002 - megatron's signature
-        return self.heads_site.cut(param)
-
-
-def _written(result: Any, site: Site) -> Any:
+def write_result(result: Any, site: Site) -> Any:
     """A sublayer's (output, bias) with its write to the residual stream masked, bias included."""
     output, bias = result
     return site.written(output), None if bias is None else site.written(bias)
-
-
-class ElasticMambaMixer(MambaMixer):
-    """Writes to the residual stream; C after the convolution is the mask point of mamba_state."""
-
-    site: Site
-    state_site: Site
-
-    @property
-    def headdim(self) -> int:
-        """Kept channels of one head."""
-        return self.site.share(ElasticAxis.MAMBA_HEAD_DIM, self.__dict__["headdim"])
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the mixer, in kept widths."""
-        return _written(super().forward(*args, **kwargs), self.site)
-
-    def _ssm_training(self, zxBCdt: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:  # noqa: N803 - megatron's name
-        """[l, b, kept rows of in_proj] -> [l, b, kept channels]; unfused while C is masked, because the fused kernel hides C."""
-        mask = self.state_site.vector(zxBCdt)
-        if mask is None:
-            return super()._ssm_training(zxBCdt, packed_seq_params)
-        seq_idx = sequence_index(self, packed_seq_params, zxBCdt.shape[0])
-        y = masked_state_scan(self, zxBCdt.transpose(0, 1), mask, seq_idx).transpose(0, 1)
-        return self.norm(y.contiguous()) if self.rmsnorm else y
-
-
-def masked_state_scan(mixer: MambaMixer, projected: torch.Tensor, mask: torch.Tensor, seq_idx: torch.Tensor | None) -> torch.Tensor:
-    """Convolution, scan and gate of a mixer with C multiplied by `mask` [groups x state]; a state channel enters the output through C alone.
-
-    projected: z, x, B, C, dt [b, l, kept rows of in_proj]; seq_idx: document of each token [b, l] or None. Returns [b, l, kept channels].
-    """
-    cp, state = mixer.cp, mask.numel()
-    heads = cp.get_dt_bias().shape[0]
-    inner = heads * mixer.headdim
-    z, xbc, dt = projected.split([inner, inner + 2 * state, heads], dim=-1)
-    weight, bias = cp.get_conv1d_weight().squeeze(1), cp.get_conv1d_bias()
-    conv = causal_conv1d_fn(xbc.transpose(1, 2), weight, bias, seq_idx=seq_idx, activation=mixer.activation).transpose(1, 2)
-    x, b, c = conv.split([inner, state, state], dim=-1)
-    groups = cp.ngroups_local_tpcp
-    y = mamba_chunk_scan_combined(
-        x.unflatten(-1, (heads, mixer.headdim)).contiguous(),
-        dt.contiguous(),
-        -torch.exp(cp.get_A_log().float()),
-        b.unflatten(-1, (groups, state // groups)).contiguous(),
-        (c * mask).unflatten(-1, (groups, state // groups)).contiguous(),
-        mixer.chunk_size,
-        D=cp.get_D(),
-        z=z.unflatten(-1, (heads, mixer.headdim)).contiguous(),
-        dt_bias=cp.get_dt_bias().float(),
-        dt_softplus=True,
-        seq_idx=seq_idx,
-    )
-    return y.flatten(2)
 
 
 class ElasticSelfAttention(SelfAttention):
@@ -306,7 +207,7 @@ class ElasticSelfAttention(SelfAttention):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the attention, in kept widths."""
-        return _written(super().forward(*args, **kwargs), self.site)
+        return write_result(super().forward(*args, **kwargs), self.site)
 
 
 class ElasticMLP(MLP):
@@ -316,7 +217,7 @@ class ElasticMLP(MLP):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the MLP, in kept widths."""
-        return _written(super().forward(*args, **kwargs), self.site)
+        return write_result(super().forward(*args, **kwargs), self.site)
 
 
 class ElasticMoELayer(MoELayer):
@@ -326,7 +227,7 @@ class ElasticMoELayer(MoELayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the layer, in kept widths."""
-        return _written(super().forward(*args, **kwargs), self.site)
+        return write_result(super().forward(*args, **kwargs), self.site)
 
 
 class _ZeroGradients(torch.autograd.Function):
@@ -350,7 +251,13 @@ def _skipped(layer: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tenso
     return result
 
 
-class ElasticMambaLayer(MambaLayer):
+def _decision_replay(slot: Slot) -> Replay:
+    """What gives a layer that is computed again the decision of the microbatch it belongs to."""
+    decision = None if slot.decision is None else slot.decision.snapshot()
+    return lambda: slot.replaying(decision)
+
+
+class ElasticMambaLayer(RecomputableMambaLayer):
     """The identity when slice mode drops it."""
 
     site: Site
@@ -361,8 +268,12 @@ class ElasticMambaLayer(MambaLayer):
             return _skipped(self, hidden_states)
         return super().forward(hidden_states, *args, **kwargs)
 
+    def replays(self) -> Sequence[Replay]:
+        """The decision, and what the layer replays."""
+        return [_decision_replay(self.site.slot), *super().replays()]
 
-class ElasticTransformerLayer(TransformerLayer):
+
+class ElasticTransformerLayer(RecomputableTransformerLayer):
     """The identity when slice mode drops it."""
 
     site: Site
@@ -373,6 +284,10 @@ class ElasticTransformerLayer(TransformerLayer):
             return _skipped(self, hidden_states), kwargs.get("context")
         return super().forward(hidden_states, *args, **kwargs)
 
+    def replays(self) -> Sequence[Replay]:
+        """The decision, and what the layer replays."""
+        return [_decision_replay(self.site.slot), *super().replays()]
 
-class ElasticMLPLayer(ElasticTransformerLayer, MLPLayer):
+
+class ElasticMLPLayer(ElasticTransformerLayer, RecomputableMLPLayer):
     """The identity when slice mode drops it."""

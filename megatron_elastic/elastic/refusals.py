@@ -38,10 +38,20 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("delay_wgrad_compute", "a cut weight's gradient is computed at once", "set it to False"),
     Refusal("moe_grouped_gemm", "the grouped kernels take whole experts", "set it to False (one MLP an expert)"),
     Refusal("softmax_type", "Transformer Engine keeps an offset for every head", "use 'vanilla'", ("vanilla",)),
-    Refusal("recompute_granularity", "megatron's recompute would replay another microbatch's decision", "use None"),
+    Refusal(
+        "recompute_granularity",
+        "megatron's recompute would replay another microbatch's decision",
+        "use None, or build the model with recompute 'full'",
+        (None, "selective"),
+    ),
+    Refusal(
+        "recompute_modules",
+        "only core attention follows no decision; the others would be computed again under another microbatch's",
+        "use ['core_attn']",
+        (None, ["core_attn"]),
+    ),
     Refusal("cpu_offloading", "offloaded activations are not followed through a cut layer", "set it to False"),
     Refusal("persist_layer_norm", "the persistent kernel hides the mean over what is alive", "set it to False"),
-    Refusal("context_parallel_size", "context parallelism is not elastic yet", "use 1", (1,)),
 )
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_elastic.elastic.linear import LinearSite
 from megatron_elastic.elastic.modules import RouterSite
 from megatron_elastic.elastic.routing import RoutingRule, balance_terms, live_deviations, masked_logits, route
+from megatron_elastic.platform.router import TopKRouter
 from megatron_elastic.runs import select_matrix, spread
 
 SCORES = ("softmax", "sigmoid")
@@ -152,14 +152,20 @@ class ElasticTopKRouter(TopKRouter):
     ) -> None:
         """Count this microbatch for megatron's update of the expert bias: live experts by what they got more than their share, dropped ones by 0.
 
-        Plain counts of mixed budgets would drive dropped experts up and kept ones down until the full model is ruined.
+        Plain counts of mixed budgets would drive dropped experts up and kept ones down until the full model is ruined. Shares are whole tokens
+        of the whole microbatch, so one of the ranks that divide its tokens counts for all of them.
         """
         if self.local_tokens_per_expert is None or not torch.is_grad_enabled():
             return
         with torch.no_grad():
             counts = (routing_map if padding is None else routing_map & ~padding.unsqueeze(-1)).sum(0)
-            deviations = counts if experts is None else live_deviations(counts, experts)
-            self.local_tokens_per_expert += deviations if gate is None else deviations * gate
+            if experts is not None:
+                if self.tp_cp_group.size() > 1:
+                    torch.distributed.all_reduce(counts, group=self.tp_cp_group)
+                    if self.tp_cp_group.rank():
+                        return
+                counts = live_deviations(counts, experts)
+            self.local_tokens_per_expert += counts if gate is None else counts * gate
 
 
 def _with_gradient_times(gate: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:

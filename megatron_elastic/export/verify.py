@@ -105,5 +105,5 @@ class Verifier:
         from megatron_elastic.train.forward import batch_loss, hidden_states
 
         terms = OutputLossTerms(vocab_size=self.shape.vocab_size, kl_weight=0.0, ce_weight=1.0)
-        losses = [batch_loss(model, hidden_states(model, batch), batch, terms, None, None) for batch in self._text]
+        losses = [batch_loss(model, hidden_states(model, batch), batch, terms, None, None, self._parallel) for batch in self._text]
         return float(sum(loss.ce for loss in losses) / sum(loss.num_tokens for loss in losses)) if losses else None

@@ -11,8 +11,10 @@ from megatron.core.activations import squared_relu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_elastic.errors import ConfigError, UnsupportedError, raise_all
+from megatron_elastic.models.recompute import Recompute
 from megatron_elastic.parallel import ParallelContext
-from megatron_elastic.platform.versions import sums_expert_gradients
+from megatron_elastic.platform.versions import interleaves_hybrid, sums_expert_gradients
+from megatron_elastic.preflight import key_value_problems, parts_problems, unsayable
 from megatron_elastic.shape import LAYER_KINDS, ModelShape
 
 _ACTIVATIONS = {"squared_relu": squared_relu, "silu": F.silu, "gelu": F.gelu}
@@ -30,19 +32,20 @@ class ModelConfigs:
     model: TransformerConfig
     layers: tuple[TransformerConfig, ...]
 
-    def of_stage(self, parallel: ParallelContext) -> tuple[TransformerConfig, ...]:
-        """The configs of the layers of this rank's pipeline stage."""
-        return self.layers[_stage(len(self.layers), parallel)]
+    def of_part(self, parallel: ParallelContext, part: int) -> tuple[TransformerConfig, ...]:
+        """The configs of the layers of part number `part` of this rank's model."""
+        return self.layers[_part(len(self.layers), parallel, part)]
 
 
-def stage_letters(shape: ModelShape, parallel: ParallelContext) -> str:
-    """The letters of the layers of this rank's pipeline stage."""
-    return shape.layer_pattern[_stage(shape.num_layers, parallel)]
+def part_letters(shape: ModelShape, parallel: ParallelContext, part: int) -> str:
+    """The letters of the layers of part number `part` of this rank's model."""
+    return shape.layer_pattern[_part(shape.num_layers, parallel, part)]
 
 
-def _stage(layers: int, parallel: ParallelContext) -> slice:
-    count = layers // parallel.pipeline
-    return slice(parallel.pipeline_rank * count, (parallel.pipeline_rank + 1) * count)
+def _part(layers: int, parallel: ParallelContext, part: int) -> slice:
+    """Parts go round the pipeline: all ranks' first parts, then all second ones."""
+    count, place = layers // (parallel.pipeline * parallel.virtual_pipeline), part * parallel.pipeline + parallel.pipeline_rank
+    return slice(place * count, (place + 1) * count)
 
 
 def model_configs(
@@ -51,20 +54,23 @@ def model_configs(
     *,
     params_dtype: torch.dtype = torch.float32,
     expert_bias_rate: float = 0.0,
+    recompute: Recompute = Recompute.NONE,
 ) -> ModelConfigs:
     """megatron-core's configs of `shape` on a layout: no dropout, no fused kernels, token-mean loss, sequence parallelism with TP.
 
     expert_bias_rate: how far megatron-core moves the experts' selection bias a step; 0 freezes it.
+    recompute: of which only the selective one is megatron-core's.
     Raises ConfigError listing everything megatron-core cannot say and every size the layout does not divide, UnsupportedError for
     what it computes wrongly.
     """
-    raise_all(ConfigError, shape.problems() or _unsayable(shape) + _layout_problems(shape, parallel), "model")
+    raise_all(ConfigError, shape.problems() or unsayable(shape) + _layout_problems(shape, parallel), "model")
+    _refuse_interleaved_hybrid(shape, parallel)
     _refuse_unsummed_experts(shape, parallel)
     built: dict[ModelShape, TransformerConfig] = {}
     for layer in range(shape.num_layers):
         own = shape.at(layer)
         if own not in built:
-            built[own] = _transformer_config(own, parallel, params_dtype, expert_bias_rate)
+            built[own] = _transformer_config(own, parallel, params_dtype, expert_bias_rate, recompute)
     layers = tuple(built[shape.at(layer)] for layer in range(shape.num_layers))
     return ModelConfigs(_model_config(shape, layers[0], expert_bias_rate), layers)
 
@@ -82,7 +88,7 @@ def _model_config(shape: ModelShape, first: TransformerConfig, expert_bias_rate:
 
 
 def _transformer_config(
-    shape: ModelShape, parallel: ParallelContext, params_dtype: torch.dtype, expert_bias_rate: float
+    shape: ModelShape, parallel: ParallelContext, params_dtype: torch.dtype, expert_bias_rate: float, recompute: Recompute
 ) -> TransformerConfig:
     """The config of a homogeneous shape."""
     return TransformerConfig(
@@ -107,13 +113,19 @@ def _transformer_config(
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
         context_parallel_size=parallel.context,
-        sequence_parallel=parallel.tensor > 1,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        # With two stages a batch of sends and receives would mistake what goes forward for what comes back: both are with the same rank.
+        overlap_p2p_comm=parallel.virtual_pipeline > 1,
+        batch_p2p_comm=parallel.virtual_pipeline == 1,
+        sequence_parallel=parallel.sequence_parallel,
         variable_seq_lengths=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
+        recompute_granularity="selective" if recompute is Recompute.SELECTIVE else None,
+        recompute_modules=["core_attn"],
         hetereogenous_dist_checkpoint=True,  # megatron-core's spelling: each layer of a GPT under its own name, as in a hybrid model
         transformer_impl="local",
         **_attention_fields(shape, parallel),
@@ -124,7 +136,7 @@ def _transformer_config(
 
 def _attention_fields(shape: ModelShape, parallel: ParallelContext) -> dict[str, Any]:
     ffn = shape.mlp.ffn if shape.mlp else shape.hidden_size  # megatron-core asks for both even where no layer has them
-    if shape.attention is None:
+    if shape.attention is None or not shape.has("attention"):
         return {"num_attention_heads": parallel.tensor, "kv_channels": 1, "ffn_hidden_size": ffn}
     return {
         "ffn_hidden_size": ffn,
@@ -172,28 +184,12 @@ def _mamba_fields(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _unsayable(shape: ModelShape) -> list[str]:
-    """What a shape can say and megatron-core's config cannot, one line each."""
-    found = []
-    if shape.attention and shape.has("attention") and shape.linear_bias and not shape.attention.qkv_bias:
-        found.append(
-            "model.linear_bias true gives megatron-core's query/key/value projection a bias too; set model.attention.qkv_bias to true"
-        )
-    if shape.moe and shape.has("moe") and shape.moe.score == "softmax" and not shape.moe.pre_softmax:
-        layers = shape.layers_with("moe")
-        if any(shape.at(layer).moe.topk == 1 for layer in layers):
-            found.append("model.moe.topk 1 with a softmax over the chosen makes every gate 1; set model.moe.pre_softmax to true")
-    return found
-
-
 def _layout_problems(shape: ModelShape, parallel: ParallelContext) -> list[str]:
     """Sizes the layout does not divide, one line each."""
     found = [line for layer in range(shape.num_layers) for line in _layer_layout_problems(shape.at(layer), layer, parallel)]
     if shape.vocab_rows % parallel.tensor:
         found.append(f"parallel.tensor {parallel.tensor} does not divide model.padded_vocab_size (or vocab_size) {shape.vocab_rows}")
-    if shape.num_layers % parallel.pipeline:
-        # megatron-core 0.16.1 would drop the remainder without a word.
-        found.append(f"parallel.pipeline {parallel.pipeline} does not divide the {shape.num_layers} layers of model.layer_pattern")
+    found += parts_problems(shape.num_layers, parallel.pipeline, parallel.virtual_pipeline)
     return list(dict.fromkeys(found))
 
 
@@ -203,11 +199,7 @@ def _layer_layout_problems(shape: ModelShape, layer: int, parallel: ParallelCont
     attention, mlp, moe, mamba = (getattr(shape, part) if part in parts else None for part in ("attention", "mlp", "moe", "mamba"))
     if attention:
         sharded["model.attention.heads"] = attention.heads
-        few, many = sorted((attention.kv_groups, parallel.tensor))
-        if many % few:
-            found.append(
-                f"parallel.tensor {parallel.tensor} and model.attention.kv_groups {attention.kv_groups}: one must divide the other"
-            )
+        found += key_value_problems(attention, parallel.tensor)
     if mlp:
         sharded["model.mlp.ffn"] = mlp.ffn
     if mamba:
@@ -221,6 +213,14 @@ def _layer_layout_problems(shape: ModelShape, layer: int, parallel: ParallelCont
             found.append(f"parallel.expert_tensor {parallel.expert_tensor} does not divide model.moe.ffn {moe.ffn}")
     found += [f"parallel.tensor {parallel.tensor} does not divide {key} {size}" for key, size in sharded.items() if size % parallel.tensor]
     return found
+
+
+def _refuse_interleaved_hybrid(shape: ModelShape, parallel: ParallelContext) -> None:
+    if parallel.virtual_pipeline > 1 and not shape.is_gpt and not interleaves_hybrid():
+        raise UnsupportedError(
+            f"parallel.virtual_pipeline {parallel.virtual_pipeline}: the hybrid stack of megatron-core 0.16.1 has one part on a pipeline rank; "
+            "use 1 or megatron-core 0.19 (Python 3.12)"
+        )
 
 
 def _refuse_unsummed_experts(shape: ModelShape, parallel: ParallelContext) -> None:

@@ -48,13 +48,18 @@ class Layers(StrEnum):
     """Transformer Engine's."""
 
 
-def layer_set(shape: ModelShape, layers: Layers) -> LayerSet:
-    """The layers of a model. The one place that chooses them. Raises UnsupportedError for TE where it cannot be imported."""
+def layer_set(shape: ModelShape, layers: Layers, context: int) -> LayerSet:
+    """The layers of a model on `context` context-parallel ranks. The one place that chooses them.
+
+    Raises UnsupportedError for TE where it cannot be imported.
+    """
     te = transformer_engine()
     if layers is Layers.TE or (layers is Layers.AUTO and te is not None and torch.cuda.is_available()):
         if te is None:
             raise UnsupportedError("layers 'te': Transformer Engine cannot be imported; install megatron-elastic[te] or use 'local'")
-        return LayerSet(te.norm, te.norm_column, te.column, te.row, te.attention)
+        # Transformer Engine's attention over a ring of ranks wants every document padded to a multiple of 2 x context: not our rows.
+        attention = te.attention if context == 1 else LocalDotProductAttention
+        return LayerSet(te.norm, te.norm_column, te.column, te.row, attention)
     norm = LocalLayerNorm if shape.normalization == "LayerNorm" else LocalRMSNorm
     return LayerSet(norm, LayerNormColumnParallelLinear, ColumnParallelLinear, RowParallelLinear, LocalDotProductAttention)
 

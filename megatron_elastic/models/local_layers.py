@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,11 +10,15 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.attention.bias import causal_lower_right
 
 from megatron_elastic.errors import UnsupportedError
+from megatron_elastic.models.context import context_chunks, natural_order
 
 
 def _norm_parameter(config: TransformerConfig, width: int, value: float) -> nn.Parameter:
@@ -91,6 +96,7 @@ class LocalDotProductAttention(nn.Module):
     """Causal core attention on `scaled_dot_product_attention`, grouped queries included.
 
     The number of heads is read from the tensors. Packed batches are computed document by document.
+    With context parallelism (`models/context.py`) every rank gathers the keys and values of the whole row for its own queries.
     """
 
     def __init__(
@@ -104,13 +110,12 @@ class LocalDotProductAttention(nn.Module):
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """Raises UnsupportedError for context parallelism, dropout, a mask other than causal, or attention over other states."""
+        """pg_collection: its `cp` is the context-parallel group, needed where the config has one.
+
+        Raises UnsupportedError for dropout, a mask other than causal, or attention over other states.
+        """
         super().__init__()
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        if config.context_parallel_size > 1:
-            raise UnsupportedError(
-                f"parallel.context {config.context_parallel_size}: the local attention has no context parallelism; use 1"
-            )
         if dropout > 0:
             raise UnsupportedError(f"attention dropout {dropout} is not supported by the local attention; use 0")
         if attn_mask_type is not AttnMaskType.causal or attention_type != "self":
@@ -118,6 +123,10 @@ class LocalDotProductAttention(nn.Module):
                 f"{attention_type} attention with a {attn_mask_type.name} mask: the local attention is causal self-attention"
             )
         self.scale = softmax_scale
+        self.context = None
+        if config.context_parallel_size > 1:
+            assert pg_collection is not None, "context parallelism needs a process group"
+            self.context = pg_collection.cp
 
     def forward(
         self,
@@ -134,17 +143,39 @@ class LocalDotProductAttention(nn.Module):
 
         query: [s, b, heads, d]; key, value: [s, b, kv heads, d]; returns [s, b, heads * d].
         Packed: [t, heads, d] with `packed_seq_params.cu_seqlens_q`; returns [t, heads * d].
+        With context parallelism s counts this rank's tokens, packed or not, and cu_seqlens_q those of the whole row.
         """
         assert attention_bias is None, "the local attention takes no bias"
+        if self.context is not None:
+            return self._attend_to_row(query, key, value, packed_seq_params, self.context)
         if packed_seq_params is None:
             return self._attend(query, key, value)
         lengths = document_lengths(packed_seq_params, query.shape[0])
         documents = zip(*(t[:, None].split(lengths) for t in (query, key, value)), strict=True)
         return torch.cat([self._attend(*document) for document in documents])[:, 0]
 
+    def _attend_to_row(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams | None, context: ProcessGroup) -> Tensor:
+        """This rank's queries on the keys of their own documents, which begin on any rank. Backward, gradients of keys go to their ranks."""
+        total = query.shape[0] * context.size()
+        gathered = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=context)
+        in_order = gathered.index_select(0, natural_order(total, context.size(), query.device))
+        keys, values = in_order.split([key.shape[-1], value.shape[-1]], -1)
+        lengths, rest, parts = [total] if packed is None else document_lengths(packed, total), query, []
+        for chunk in context_chunks(total, context.rank(), context.size()):
+            for start, end, queries in document_pieces(lengths, chunk):
+                parts.append(self._attend(rest[:queries], keys[start:end], values[start:end]))
+                rest = rest[queries:]
+        return torch.cat(parts)
+
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The last query stands at the last key."""
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1])
+        square = q.shape[2] == k.shape[2]
+        # `is_causal` would put the first query at the first key.
+        mask = None if square else causal_lower_right(q.shape[2], k.shape[2])
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=square, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -153,3 +184,13 @@ def document_lengths(packed: PackedSeqParams, total: int) -> list[int]:
     boundaries = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
     ends = [*boundaries.tolist(), total]
     return [end - start for start, end in zip(ends, ends[1:], strict=False) if end > start]
+
+
+def document_pieces(lengths: list[int], chunk: range) -> Iterator[tuple[int, int, int]]:
+    """What of documents of these lengths, one after another, is in a chunk of their row: (document's start, piece's end, piece's tokens)."""
+    start = 0
+    for length in lengths:
+        begin, end = max(start, chunk.start), min(start + length, chunk.stop)
+        if begin < end:
+            yield start, end, end - begin
+        start += length

@@ -60,6 +60,8 @@ def prepare_platform() -> None:
     _answer_for_cuda(torch)
     _redirect_literal_devices(torch)
     _rename_tensor_types(torch)
+    _share_gloo_device()
+    _allow_unequal_shares(torch)
     _mend_megatron(torch)
 
 
@@ -242,8 +244,61 @@ def _rename_tensor_types(torch: Any) -> None:
     torch.Tensor.type = renamed
 
 
+def _share_gloo_device() -> None:
+    """One gloo device, and so one polling thread, for all process groups of this process.
+
+    torch makes a device for each group, whose thread wakes a hundred times a second for as long as the group lives. A layout has some twenty
+    groups on each rank: the ranks of a machine would spend their cores on waiting.
+    """
+    from torch.distributed import distributed_c10d
+
+    gloo = distributed_c10d.ProcessGroupGloo
+
+    @functools.cache
+    def device_of(process: int) -> Any:
+        """The device of this process: one that a fork brought along has no thread."""
+        return gloo.create_default_device()
+
+    class SharedDeviceGloo(gloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+            options = gloo._Options()
+            options._devices, options._threads, options._timeout = [device_of(os.getpid())], 1, timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = SharedDeviceGloo  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _allow_unequal_shares(torch: Any) -> None:
+    """gloo gathers and scatters equal shares only; experts that are cut over ranks exchange as many tokens as each rank has."""
+    dist = torch.distributed
+    gather, scatter = dist.all_gather, dist.reduce_scatter
+
+    def unequal(tensors: list[Any]) -> bool:
+        return len({tensor.shape for tensor in tensors}) > 1
+
+    def all_gather(tensor_list: list[Any], tensor: Any, group: Any = None, async_op: bool = False) -> Any:  # noqa: FBT001, FBT002 - torch's
+        if not unequal(tensor_list):
+            return gather(tensor_list, tensor, group, async_op)
+        tensor_list[dist.get_rank(group)].copy_(tensor)
+        for rank, share in enumerate(tensor_list):
+            dist.broadcast(share, group_src=rank, group=group)
+        return None
+
+    def reduce_scatter(output: Any, input_list: list[Any], *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        if not unequal(input_list):
+            return scatter(output, input_list, *args, group=group, **kwargs)
+        for rank, share in enumerate(input_list):
+            total = share.clone()
+            dist.all_reduce(total, group=group)
+            if rank == dist.get_rank(group):
+                output.copy_(total)
+        return None
+
+    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
+
+
 def _mend_megatron(torch: Any) -> None:
-    """Two places of megatron-core that stop a run without a GPU and without Transformer Engine."""
+    """Two places of megatron-core that stop a run without a GPU and without Transformer Engine, and one that keeps finished runs alive."""
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
     _bind_te_gemm()
@@ -253,6 +308,16 @@ def _mend_megatron(torch: Any) -> None:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     vars(dispatcher)["maybe_move_tensor_to_cpu"] = split_sizes
+    combine = dispatcher.MoEAlltoAllTokenDispatcher.combine_postprocess
+
+    @functools.wraps(combine)
+    def combine_and_forget(self: Any, hidden: Any) -> Any:
+        # The last probabilities hold the layer's autograd graph, which holds DDP by its gradient hooks, which holds the layer. Python's
+        # collector does not see through the graph: no trained model would ever be freed, nor its process groups with their threads.
+        self.probs = None
+        return combine(self, hidden)
+
+    dispatcher.MoEAlltoAllTokenDispatcher.combine_postprocess = combine_and_forget
 
 
 def _bind_te_gemm() -> None:

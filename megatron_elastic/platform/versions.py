@@ -8,7 +8,9 @@
 | convolution of a Mamba mixer | module `conv1d`, parameters conv1d.weight and conv1d.bias | parameters conv1d_weight and conv1d_bias (the checkpoint keeps conv1d.weight) |
 | dense MLP and shared expert in a spec | ModuleSpec | a callable |
 | documents of a packed batch, for Mamba | derived by the mixer | PackedSeqParams.seq_idx, None unless total_tokens is given |
+| hybrid stack in several parts on a pipeline rank | refused | yes |
 | gradients of experts where expert_tensor differs from tensor, without expert parallelism | never summed: refused | summed |
+| auxiliary losses with the loss per token | by a rank's own tokens: mended in `router.py` | by the microbatch's |
 | plain data of a checkpoint | the file common.pt | object `common_state` among the shards; reads common.pt too |
 
 Importing this module costs nothing; megatron-core is imported inside the functions.
@@ -90,14 +92,19 @@ def hybrid_classes() -> HybridClasses:
     return HybridClasses(HybridModel, HybridStack, HybridStackSubmodules, "hybrid_stack_spec", "hybrid_layer_pattern")
 
 
-def stage_pattern(pattern: str, stages: int) -> str:
-    """The layer pattern as the installed release wants it: with `|` between pipeline stages, or bare.
+def interleaves_hybrid() -> bool:
+    """Whether the hybrid stack can be cut into several parts on one pipeline rank."""
+    return megatron_generation() is Generation.V0_19
 
-    pattern: one letter a layer; its length is a multiple of `stages`.
+
+def parts_pattern(pattern: str, parts: int) -> str:
+    """The layer pattern as the installed release wants it: with `|` between the parts of the pipeline, or bare.
+
+    pattern: one letter a layer; its length is a multiple of `parts`.
     """
-    if megatron_generation() is Generation.V0_16 or stages == 1:
+    if megatron_generation() is Generation.V0_16 or parts == 1:
         return pattern
-    size = len(pattern) // stages
+    size = len(pattern) // parts
     return "|".join(pattern[at : at + size] for at in range(0, len(pattern), size))
 
 
@@ -121,8 +128,10 @@ def moe_spec(submodules: MLPSubmodules) -> Any:
     if megatron_generation() is Generation.V0_16:
         from megatron.core.transformer.spec_utils import ModuleSpec
 
+        from megatron_elastic.platform.router import TopKRouter
+
         experts, shared = (ModuleSpec(module=module, submodules=submodules) for module in (SequentialMLP, SharedExpertMLP))
-        return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared))
+        return ModuleSpec(module=MoELayer, submodules=MoESubmodules(router=TopKRouter, experts=experts, shared_experts=shared))
     experts, shared = (functools.partial(module, submodules=submodules) for module in (SequentialMLP, SharedExpertMLP))
     return functools.partial(MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared))
 
@@ -148,16 +157,19 @@ def conv_owner(mixer: torch.nn.Module) -> torch.nn.Module:
     return mixer.get_submodule("conv1d") if megatron_generation() is Generation.V0_16 else mixer
 
 
-def packed_documents(boundaries: torch.Tensor, longest: int, total_tokens: int) -> PackedSeqParams:
-    """The parameters of a packed (thd) batch whose documents do not see each other, in attention, scan and convolution.
+def packed_documents(boundaries: torch.Tensor, longest: int, total_tokens: int, *, context: int = 1) -> PackedSeqParams:
+    """The parameters of a packed batch whose documents do not see each other, in attention, scan and convolution.
 
     boundaries: cumulative document starts [documents + 1], int32, from 0; tokens after the last one form a document of their own.
     longest: tokens of the longest document. total_tokens: tokens of the whole batch.
+    context: ranks that share the tokens; everything else speaks of the whole row, whatever part of it a rank holds.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
     common: dict[str, Any] = {
-        "qkv_format": "thd",
+        # In a thd batch megatron-core takes every document for one that is itself cut over the context-parallel ranks: with several ranks the
+        # batch is one sequence to its attention layer, which then turns queries and keys by the angles it is given, token by token.
+        "qkv_format": "thd" if context == 1 else "sbhd",
         "cu_seqlens_q": boundaries,
         "cu_seqlens_kv": boundaries,
         "max_seqlen_q": longest,
@@ -170,7 +182,7 @@ def packed_documents(boundaries: torch.Tensor, longest: int, total_tokens: int) 
 
 
 def sequence_index(mixer: Any, packed: PackedSeqParams | None, tokens: int) -> torch.Tensor | None:
-    """The document of each token [1, tokens] as a Mamba mixer's scan wants it; None when the batch is not packed."""
+    """The document of each token [1, tokens] as a Mamba mixer's scan wants it; None when the batch is not packed. tokens: the whole row's."""
     if packed is None:
         return None
     return mixer._create_packed_seq_idx(packed, tokens) if megatron_generation() is Generation.V0_16 else packed.seq_idx

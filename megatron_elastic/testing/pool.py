@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import pickle
@@ -185,13 +186,14 @@ def _join(rank: int, world_size: int, store: str) -> Any:
 
     import megatron_elastic.models.build  # noqa: F401 - the import is what a task need not wait for
 
+    gc.freeze()  # collections after tasks need not look at all that was imported
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     return dist
 
 
 def _perform(task: _Task, rank: int, world_size: int) -> bytes:
-    """Run one task and pickle its reply; a left-over parallel layout is dissolved."""
+    """Run one task and pickle its reply; a left-over parallel layout is dissolved, and what refers to itself is freed."""
     try:
         sys.path[:] = task.path
         function, args = pickle.loads(task.function)
@@ -201,4 +203,8 @@ def _perform(task: _Task, rank: int, world_size: int) -> bytes:
     from megatron_elastic.parallel import dissolve_groups
 
     dissolve_groups()
+    # Optimizers and models in DDP refer to themselves, and would keep their process groups and those their threads. Twice, because an fp32
+    # optimizer's shards hold the model by an autograd graph, which Python's collector does not see through until they are gone.
+    gc.collect()
+    gc.collect()
     return reply

@@ -6,7 +6,6 @@ import json
 import time
 from typing import Any, TextIO
 
-from megatron_elastic.checkpoint import prune
 from megatron_elastic.formats import METRICS
 from megatron_elastic.router.finalize import hardened
 from megatron_elastic.router.schedules import logit_scale, temperature
@@ -171,8 +170,7 @@ class Checkpointing(Callback):
     """Save every interval and at the end of each stage; keep the last few and every stage's end."""
 
     def on_step(self, run: Run, metrics: StepMetrics) -> None:
-        """Save in the middle of a stage."""
+        """Publish what has been written meanwhile; save in the middle of a stage."""
+        run.finish_save(block=False)
         if run.step % run.recipe.checkpoint.interval == 0 and run.step < run.stage.total_steps:
             run.save(stage_end=False)
-            if run.parallel.is_main:
-                prune(run.checkpoints, run.recipe.checkpoint.keep, [f"stage-{stage.name}" for stage in run.recipe.stages])

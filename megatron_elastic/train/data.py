@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,10 +22,21 @@ from torch import Tensor
 
 from megatron_elastic.corpus.info import DataInfo, open_data
 from megatron_elastic.errors import ConfigError, DataError
+from megatron_elastic.models.context import context_indices
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.platform.versions import packed_documents
 
-__all__ = ["DataInfo", "Datasets", "MicroBatch", "batches", "build_datasets", "fixed_batches", "open_data", "packed_seq_params"]
+__all__ = [
+    "DataInfo",
+    "Datasets",
+    "MicroBatch",
+    "batches",
+    "build_datasets",
+    "fixed_batches",
+    "open_data",
+    "packed_seq_params",
+    "share_of_context",
+]
 
 
 class DatasetTokenizer:
@@ -51,7 +62,10 @@ class Datasets:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples that are computed together, packed into one row of T = samples x sequence_length tokens."""
+    """Samples that are computed together, packed into one row of samples x sequence_length tokens; T of them are this rank's.
+
+    T is the whole row but for context parallelism (`share_of_context`).
+    """
 
     tokens: Tensor
     """Token ids, int64 [1, T]."""
@@ -62,11 +76,27 @@ class MicroBatch:
     position_ids: Tensor
     """Position inside the document, int64 [1, T]."""
     cu_seqlens: Tensor
-    """Where documents begin, and T, int32 [documents + 1]."""
+    """Where documents of the whole row begin, and its length, int32 [documents + 1]."""
     max_seqlen: int
     """Tokens of the longest document."""
     first_sample: int
     """Position of its first sample in the global batch: decisions are drawn for groups of these."""
+    row_tokens: int
+    """Tokens of the whole row."""
+
+    @property
+    def context(self) -> int:
+        """Context-parallel ranks that share the row."""
+        return self.row_tokens // self.tokens.numel()
+
+
+def share_of_context(batch: MicroBatch, parallel: ParallelContext) -> MicroBatch:
+    """What of a row a context-parallel rank computes: two chunks, so that causal attention costs all ranks the same."""
+    if parallel.context == 1:
+        return batch
+    mine = context_indices(batch.row_tokens, parallel.context_rank, parallel.context)
+    shares = {name: getattr(batch, name)[:, mine] for name in ("tokens", "labels", "loss_mask", "position_ids")}
+    return replace(batch, **shares)
 
 
 def check_held_out(info: DataInfo, samples: int, sequence_length: int) -> None:
@@ -169,7 +199,7 @@ def fixed_batches(dataset: GPTDataset, samples: int, *, micro_batch_size: int, d
 
 def packed_seq_params(batch: MicroBatch) -> PackedSeqParams:
     """megatron-core's description of the documents of `batch`, for attention, scan and convolution."""
-    return packed_documents(batch.cu_seqlens, batch.max_seqlen, batch.tokens.numel())
+    return packed_documents(batch.cu_seqlens, batch.max_seqlen, batch.row_tokens, context=batch.context)
 
 
 def _pack(samples: list[dict[str, Tensor]], first_sample: int) -> MicroBatch:
@@ -187,4 +217,5 @@ def _pack(samples: list[dict[str, Tensor]], first_sample: int) -> MicroBatch:
         cu_seqlens=bounds.to(torch.int32),
         max_seqlen=int(bounds.diff().max()),
         first_sample=first_sample,
+        row_tokens=positions.numel(),
     )

@@ -24,6 +24,9 @@ from megatron_elastic.router.objective import anchor_loss, budget_loss, expected
 from megatron_elastic.router.sampling import draw_budget, gumbel_noise, relaxed_choice, straight_through
 from megatron_elastic.router.schedules import logit_scale, temperature, tolerance
 
+ON_THE_RESIDUAL_STREAM = (ElasticAxis.HIDDEN, ElasticAxis.LAYERS)
+"""Axes whose mask points are on the residual stream; the others' are on what a rank has of a sublayer."""
+
 
 @dataclass(frozen=True)
 class GroupDecision:
@@ -39,6 +42,22 @@ class GroupDecision:
     cost_ratio: torch.Tensor | float
     probabilities: Mapping[ElasticAxis, torch.Tensor] = field(default_factory=dict)
     leaves: Mapping[ElasticAxis, torch.Tensor] = field(default_factory=dict)
+
+
+def reduced_gradients(groups: list[GroupDecision], space: ElasticSpace, parallel: ParallelContext) -> torch.Tensor:
+    """The gradients of all leaves of a step, summed over the world, flat: by group, then by axis. A collective, once a step.
+
+    Layers, tokens and experts are divided over pipeline, data, context and expert ranks, so each has a part of the sum, and so have
+    tensor-parallel ranks of what is masked inside a sublayer. `hidden` and `layers` are masked on the residual stream: without sequence
+    parallelism every rank has all of it, and the whole gradient.
+    """
+    whole = 1.0 if parallel.sequence_parallel else 1.0 / parallel.tensor
+    factor = {spec.axis: whole if spec.axis in ON_THE_RESIDUAL_STREAM else 1.0 for spec in space.axes}
+    leaves = [(axis, leaf) for group in groups for axis, leaf in group.leaves.items()]
+    gradients = [(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad * factor[axis]).flatten() for axis, leaf in leaves]
+    flat = torch.cat(gradients)
+    dist.all_reduce(flat, group=parallel.world)
+    return flat
 
 
 class Decider:
@@ -108,14 +127,13 @@ class Decider:
         if self.router is None or self.optimizer is None or progress >= self.recipe.router.learn_share:
             return 0.0
         learned = self.learned_share(progress)
-        soft = [(group.probabilities[axis], group.leaves[axis]) for group in groups for axis in group.leaves]
+        soft = [group.probabilities[axis] for group in groups for axis in group.leaves]
         settings = self.recipe.router
         anchor = anchor_loss({axis: logits.softmax(-1) for axis, logits in self._full_logits(learned).items()})
         loss = anchor / len(self.targets)
         if soft:
-            gradients = torch.cat([(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).flatten() for _, leaf in soft])
-            dist.all_reduce(gradients, group=parallel.world)
-            loss = loss + (torch.cat([pi.flatten() for pi, _ in soft]) * (gradients / num_tokens)).sum()
+            gradients = reduced_gradients(groups, self.space, parallel)
+            loss = loss + (torch.cat([pi.flatten() for pi in soft]) * (gradients / num_tokens)).sum()
             allowed = tolerance(learned, settings.tolerance[0], end=settings.tolerance[1])
             misses = [budget_loss(torch.as_tensor(group.cost_ratio), 1.0, allowed) for group in groups if group.leaves]
             loss = loss + settings.budget_weight * torch.stack(misses).mean()

@@ -12,16 +12,27 @@ import torch
 import yaml
 
 from megatron_elastic.config import to_plain
-from megatron_elastic.errors import CheckpointError, ConfigError, DataError, ElasticError, PlanError, UnsupportedError, raise_all
+from megatron_elastic.errors import CheckpointError, ConfigError, DataError, ElasticError, PlanError, raise_all
 from megatron_elastic.formats import FAMILY, VERSIONS
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.preflight import recipe_problems
-from megatron_elastic.recipe import Recipe
+from megatron_elastic.recipe import Recipe, StageConfig
 from megatron_elastic.router.schedules import learning_rate
 from megatron_elastic.train.callbacks import Callback, Checkpointing, Evaluation, Progress, Record
-from megatron_elastic.train.data import DataInfo, batches, check_held_out, check_replicas, fixed_batches, open_data
-from megatron_elastic.train.forward import batch_loss, hidden_states, loss_terms
+from megatron_elastic.train.data import (
+    DataInfo,
+    MicroBatch,
+    batches,
+    check_held_out,
+    check_replicas,
+    fixed_batches,
+    open_data,
+    share_of_context,
+)
+from megatron_elastic.train.faults import during, ending
+from megatron_elastic.train.forward import batch_loss, loss_terms
 from megatron_elastic.train.run import Run
+from megatron_elastic.train.schedule import map_microbatches
 from megatron_elastic.train.step import train_step
 
 FAMILY_FILE = "family.json"
@@ -31,24 +42,41 @@ def train(recipe: Recipe, *, stage: str | None = None, steps: int | None = None)
     """Run the stages of a recipe, from the latest checkpoint if there is one.
 
     stage: run up to the end of this stage only; steps: cut every stage to so many steps, to try a recipe out.
-    Raises ElasticError kinds on every rank, before work starts, for anything that cannot run.
+    Raises ElasticError kinds on every rank, before work starts, for anything that cannot run; RankLostError on the ranks that are left when
+    one is lost.
     """
     recipe = cut_stages(recipe, steps)
-    parallel = ParallelContext.initialize(recipe.parallel.tensor, recipe.parallel.pipeline, recipe.parallel.expert, seed=recipe.seed)
-    try:
-        _start_together(recipe, stage, parallel)
-        run = Run(recipe, parallel)
-        _say(run, run.resume())
-        _keep_recipe(run)
-        record = Record(run)
+    with during("the start"):
+        parallel = start_parallel(recipe)
+    with ending(parallel):
+        with during("the start"):
+            _start_together(recipe, stage, parallel)
+            run = Run(recipe, parallel)
+            _say(run, run.resume())
+            _keep_recipe(run)
+            record = Record(run)
         callbacks: list[Callback] = [Progress(record), Evaluation(record), Checkpointing()]
         last = [s.name for s in recipe.stages].index(stage) + 1 if stage else len(recipe.stages)
         while run.stage_index < last:
-            run_stage(run, callbacks)
+            with during(f"stage {run.stage.name}"):
+                run_stage(run, callbacks)
         if run.decider is not None and run.stage_index == len(recipe.stages):
             finish(run, trial=steps is not None)
-    finally:
-        parallel.destroy()
+
+
+def start_parallel(recipe: Recipe) -> ParallelContext:
+    """The layout that a recipe asks for, on the processes that were started."""
+    layout = recipe.parallel
+    return ParallelContext.initialize(
+        layout.tensor,
+        layout.pipeline,
+        layout.expert,
+        layout.expert_tensor,
+        layout.context,
+        virtual_pipeline=layout.virtual_pipeline,
+        sequence_parallel=layout.sequence_parallel,
+        seed=recipe.seed,
+    )
 
 
 def run_stage(run: Run, callbacks: list[Callback]) -> None:
@@ -70,7 +98,8 @@ def run_stage(run: Run, callbacks: list[Callback]) -> None:
     for callback in callbacks:
         callback.on_stage_start(run)
     while run.step < stage.total_steps:
-        metrics = train_step(run, data)
+        with during(f"step {run.step} of stage {stage.name}"):
+            metrics = train_step(run, data)
         run.step += 1
         for callback in callbacks:
             callback.on_step(run, metrics)
@@ -106,10 +135,6 @@ def _start_together(recipe: Recipe, stage: str | None, parallel: ParallelContext
             raise ConfigError(f"--stage {stage!r} is not a stage of the recipe; stages: {', '.join(names)}")
         if recipe.data is None:
             raise DataError("data is missing; set data.path to a directory written by `megatron-elastic data`")
-        if parallel.tensor > 1 or parallel.pipeline > 1:
-            raise UnsupportedError(
-                f"parallel.tensor {parallel.tensor}, pipeline {parallel.pipeline}: training is data- and expert-parallel only yet; use 1 (plans run forward on every layout)"
-            )
         raise_all(ConfigError, recipe_problems(recipe), "recipe")
         _check_stages(recipe, open_data(recipe.data.path, recipe.model.vocab_size), parallel)
     except ElasticError as found:
@@ -127,6 +152,7 @@ def _check_stages(recipe: Recipe, info: DataInfo, parallel: ParallelContext) -> 
         checks = (
             partial(check_held_out, info, recipe.eval.samples, stage.sequence_length),
             partial(check_replicas, stage.global_batch_size, stage.micro_batch_size, parallel.data),
+            partial(check_rounds, stage, parallel),
             partial(learning_rate, 0, stage.warmup_steps, stage.total_steps, stage.lr, stage.min_lr),
         )
         for check in checks:
@@ -137,20 +163,34 @@ def _check_stages(recipe: Recipe, info: DataInfo, parallel: ParallelContext) -> 
     raise_all(ConfigError, problems, "recipe")
 
 
-@torch.no_grad()
+def check_rounds(stage: StageConfig, parallel: ParallelContext) -> None:
+    """Raise ConfigError when the interleaved schedule cannot run a replica's microbatches in whole rounds of the pipeline."""
+    count = stage.global_batch_size // (stage.micro_batch_size * parallel.data)
+    if parallel.virtual_pipeline > 1 and count % parallel.pipeline:
+        raise ConfigError(
+            f"global_batch_size {stage.global_batch_size} gives each of {parallel.data} replicas {count} microbatches, not a multiple of "
+            f"parallel.pipeline {parallel.pipeline}; change it, or set virtual_pipeline to 1"
+        )
+
+
 def check_teacher(run: Run) -> None:
     """At the first elastic step the model is the parent: KL(parent || full budget) must be 0. Raises CheckpointError if it is not."""
     stage, parallel = run.stage, run.parallel
-    batch = fixed_batches(run.datasets().valid, 1, micro_batch_size=1, data_rank=parallel.data_rank, data_size=parallel.data)[0]
-    terms = loss_terms(run.recipe.model.vocab_size, run.recipe.distill, elastic=True)
-    loss = batch_loss(
-        run.model, hidden_states(run.model, batch), batch, replace(terms, kl_weight=1.0), run.teacher, hidden_states(run.teacher, batch)
-    )
-    divergence, error = float(loss.kl) / stage.sequence_length, None
-    if not divergence <= 1e-6:
-        error = CheckpointError(
-            f"KL(parent || full budget) is {divergence:.3g} per token at the start of stage {stage.name!r}, not 0: the parent's checkpoint is not this model's"
-        )
+    row = fixed_batches(run.datasets().valid, 1, micro_batch_size=1, data_rank=parallel.data_rank, data_size=parallel.data)[0]
+    batch = share_of_context(row, parallel)
+    terms = replace(loss_terms(run.recipe.model.vocab_size, run.recipe.distill, elastic=True), kl_weight=1.0)
+    parents = map_microbatches([run.teacher], parallel, [batch], lambda _, hidden: hidden)
+
+    def divergence(_: MicroBatch, hidden: torch.Tensor) -> float:
+        loss = batch_loss(run.parts[-1], hidden, batch, terms, run.teacher, parents[0], parallel)
+        return float(loss.kl) / stage.sequence_length
+
+    error = None
+    for found in map_microbatches(run.parts, parallel, [batch], divergence):
+        if not found <= 1e-6:
+            error = CheckpointError(
+                f"KL(parent || full budget) is {found:.3g} per token at the start of stage {stage.name!r}, not 0: the parent's checkpoint is not this model's"
+            )
     parallel.raise_together(error)  # one rank alone looks at text, the others at padding
 
 

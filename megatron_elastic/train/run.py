@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-from megatron_elastic.checkpoint import find_model_checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
+from megatron_elastic.checkpoint import PendingSave, find_model_checkpoint, load_checkpoint, load_latest, prune, save_checkpoint
 from megatron_elastic.config import to_plain
 from megatron_elastic.elastic.attach import ElasticHandle, elasticize
 from megatron_elastic.errors import CheckpointError, ConfigError
@@ -19,6 +20,7 @@ from megatron_elastic.recipe import Recipe, StageConfig
 from megatron_elastic.recipe_files import flatten
 from megatron_elastic.train.data import Datasets, build_datasets, open_data
 from megatron_elastic.train.decide import Decider
+from megatron_elastic.train.faults import during
 
 EXPERT_BIAS_RATE = 1e-3
 """How far megatron-core moves the selection bias of the experts in a step of the parent's training."""
@@ -27,26 +29,33 @@ EXPERT_BIAS_RATE = 1e-3
 class Run:
     """Everything that lasts longer than a step.
 
-    model: this rank's part of the model; chunk: the same in megatron's DDP; stage_index, step: the next step to take;
-    handle, teacher, decider: set once the model is elastic.
+    parts: of the model on this rank (one unless the pipeline is interleaved); chunks: the same in megatron's DDP; stage_index, step: the
+    next step to take; handle, teacher, decider: set once the model is elastic.
     """
 
     def __init__(self, recipe: Recipe, parallel: ParallelContext) -> None:
         self.recipe, self.parallel, self.directory = recipe, parallel, Path(recipe.run_dir)
-        self.model: Any = build_model(
-            recipe.model, parallel, seed=recipe.seed, params_dtype=parameter_dtype(recipe), expert_bias_rate=EXPERT_BIAS_RATE
-        )
-        config = self.model.config
-        config.finalize_model_grads_func = finalize_model_grads
+        self.parts: list[Any] = [
+            build_model(
+                recipe.model,
+                parallel,
+                seed=recipe.seed,
+                params_dtype=parameter_dtype(recipe),
+                expert_bias_rate=EXPERT_BIAS_RATE,
+                recompute=recipe.parallel.recompute,
+                part=part,
+            )
+            for part in range(parallel.virtual_pipeline)
+        ]
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-        self.chunk = DistributedDataParallel(config, ddp, self.model)
-        self.optimizer = build_optimizer(recipe, self.chunk)
-        config.grad_scale_func = self.optimizer.scale_loss
+        self.chunks = [DistributedDataParallel(part.config, ddp, part) for part in self.parts]
+        self.optimizer = build_optimizer(recipe, self.chunks)
         self.stage_index, self.step = 0, 0
         self.handle: ElasticHandle | None = None
         self.teacher: Any = None
         self.decider: Decider | None = None
         self._datasets: tuple[str, Datasets] | None = None
+        self._saving: PendingSave | None = None
 
     @property
     def checkpoints(self) -> Path:
@@ -86,21 +95,22 @@ class Run:
 
     def resume(self) -> str:
         """Continue from the latest checkpoint, else start from the recipe's parent, else from fresh weights. Says which."""
-        latest = latest_checkpoint(self.checkpoints)
-        if latest is not None:
-            state = load_checkpoint(latest, model=self.model, parallel=self.parallel, shape=self.recipe.model, optimizer=self.optimizer)
+        found = load_latest(self.checkpoints, model=self.parts, parallel=self.parallel, shape=self.recipe.model, optimizer=self.optimizer)
+        if found is not None:
+            state = found.state
             self.stage_index, self.step = state["stage_index"], state["step"]
-            self._check_recipe(latest, state["recipe"])
+            self._check_recipe(found.path, state["recipe"])
             if state["elastic"]:
                 self._resume_elastic(state)
-            return (
-                f"resumed from {latest} (stage {self.stage.name}, step {self.step})"
+            where = (
+                f"resumed from {found.path} (stage {self.stage.name}, step {self.step})"
                 if self.stage_index < len(self.recipe.stages)
                 else "finished already"
             )
+            return "\n".join([*found.notes, where])
         if self.recipe.parent is not None:
             load_checkpoint(
-                find_model_checkpoint(Path(self.recipe.parent)), model=self.model, parallel=self.parallel, shape=self.recipe.model
+                find_model_checkpoint(Path(self.recipe.parent)), model=self.parts, parallel=self.parallel, shape=self.recipe.model
             )
             self.optimizer.reload_model_params()
             return f"started from the parent {self.recipe.parent}"
@@ -145,17 +155,20 @@ class Run:
             return
         space = self.recipe.space
         assert space is not None
-        self.teacher = build_model(self.recipe.model, self.parallel, seed=self.recipe.seed, params_dtype=parameter_dtype(self.recipe))
+        # Forward only, so that cutting its share of the layers into parts would gain nothing.
+        layout = replace(self.parallel, virtual_pipeline=1)
+        self.teacher = build_model(self.recipe.model, layout, seed=self.recipe.seed, params_dtype=parameter_dtype(self.recipe))
         load_checkpoint(parent, model=self.teacher, parallel=self.parallel, shape=self.recipe.model)
         self.teacher.requires_grad_(False)
         self.teacher.eval()
         assert self.recipe.elastic is not None
         rate = self.recipe.elastic.expert_bias_rate
-        self.handle = elasticize(self.model, space, self.parallel, self.recipe.model, expert_bias_rate=rate)
+        self.handle = elasticize(self.parts, space, self.parallel, self.recipe.model, expert_bias_rate=rate)
         self.decider = Decider(self.recipe, space)
 
-    def save(self, *, stage_end: bool) -> Path:
-        """Write a checkpoint of the current position; the end of a stage is kept for good."""
+    def save(self, *, stage_end: bool) -> None:
+        """Save the current position, after the save before it is finished; the end of a stage is kept for good, and waited for."""
+        self.finish_save(block=True)
         decider = self.decider
         name = f"stage-{self.recipe.stages[self.stage_index - 1].name}" if stage_end else f"step-{self.stage.name}-{self.step:07d}"
         router = decider.router if decider else None
@@ -168,16 +181,32 @@ class Run:
             "router": None if router is None else router.state_dict(),
             "router_optimizer": None if optimizer is None else optimizer.state_dict(),
         }
-        return save_checkpoint(
-            self.checkpoints / name,
-            model=self.model,
-            optimizer=self.optimizer,
-            state=state,
-            parallel=self.parallel,
-            shape=self.recipe.model,
-            space=self.recipe.space,
-            plans=decider.family().plans if decider else {},
-        )
+        with during(f"the save of {name}"):
+            self._saving = save_checkpoint(
+                self.checkpoints / name,
+                model=self.parts,
+                optimizer=self.optimizer,
+                state=state,
+                parallel=self.parallel,
+                shape=self.recipe.model,
+                family=(self.recipe.space, decider.family().plans if decider else {}),
+                asynchronous=self.recipe.checkpoint.asynchronous and not stage_end,
+            )
+        self.finish_save(block=False)
+
+    def finish_save(self, *, block: bool) -> None:
+        """Publish the checkpoint that is being written, once every rank has written, and delete the oldest. Every rank calls it.
+
+        block: wait for it. Raises CheckpointError on every rank when one could not write.
+        """
+        if self._saving is None:
+            return
+        with during(f"the save of {self._saving.directory.name}"):
+            if not self._saving.finish(block=block):
+                return
+        self._saving = None
+        if self.parallel.is_main:
+            prune(self.checkpoints, self.recipe.checkpoint.keep_last, [f"stage-{stage.name}" for stage in self.recipe.stages])
 
 
 def learned_by(recipe: Recipe) -> dict[str, Any]:
@@ -195,8 +224,8 @@ def parameter_dtype(recipe: Recipe) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[recipe.precision]
 
 
-def build_optimizer(recipe: Recipe, chunk: DistributedDataParallel) -> Any:
-    """megatron-core's distributed AdamW over one DDP chunk, with fp32 master weights; learning rates are set every step."""
+def build_optimizer(recipe: Recipe, chunks: list[DistributedDataParallel]) -> Any:
+    """megatron-core's distributed AdamW over DDP chunks, with fp32 master weights; learning rates are set every step."""
     settings = recipe.optimizer
     config = OptimizerConfig(
         optimizer="adam",
@@ -210,4 +239,4 @@ def build_optimizer(recipe: Recipe, chunk: DistributedDataParallel) -> Any:
         bf16=recipe.precision == "bf16",
         params_dtype=parameter_dtype(recipe),
     )
-    return get_megatron_optimizer(config, [chunk], use_gloo_process_groups=False)
+    return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)

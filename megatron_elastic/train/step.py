@@ -11,16 +11,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.distributed import finalize_model_grads
 
+from megatron_elastic.distill.windows import windows
 from megatron_elastic.errors import ElasticError
+from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.recipe import StageConfig
 from megatron_elastic.router.sampling import group_of_sample
 from megatron_elastic.router.schedules import learning_rate
-from megatron_elastic.train.data import MicroBatch
+from megatron_elastic.train.data import MicroBatch, share_of_context
 from megatron_elastic.train.decide import GroupDecision
 from megatron_elastic.train.forward import batch_loss, hidden_states, loss_terms
-from megatron_elastic.train.run import Run
+from megatron_elastic.train.run import Run, parameter_dtype
+from megatron_elastic.train.schedule import map_microbatches, train_microbatches
 
 PARENT = "parent"
 """The name under which a stage without elasticity reports its loss."""
@@ -54,19 +57,11 @@ def train_step(run: Run, batches: Iterator[MicroBatch]) -> StepMetrics:
     started, stage, step, parallel = time.perf_counter(), run.stage, run.step, run.parallel
     progress = run.elastic_progress
     groups = run.decider.decide(stage, step, progress) if stage.elastic and run.decider else []
-    run.chunk.zero_grad_buffer()
+    for chunk in run.chunks:
+        chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
-    outputs = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, run, groups),
-        data_iterator=batches,
-        model=[run.chunk],
-        num_microbatches=stage.global_batch_size // (stage.micro_batch_size * parallel.data),
-        seq_length=stage.micro_batch_size * stage.sequence_length,
-        micro_batch_size=1,
-        forward_only=False,
-    )
     names = [PARENT] if not groups else list(run.decider.targets) if run.decider else []
-    sums = _loss_sums(names, outputs, run)
+    sums = _loss_sums(names, accumulate_gradients(run, groups, batches), parallel)
     tokens = sums[:, 1].sum()
     lr = learning_rate(step, stage.warmup_steps, stage.total_steps, stage.lr, stage.min_lr)
     for options in run.optimizer.param_groups:
@@ -94,6 +89,46 @@ def train_step(run: Run, batches: Iterator[MicroBatch]) -> StepMetrics:
     )
 
 
+def accumulate_gradients(run: Run, groups: list[GroupDecision], batches: Iterator[MicroBatch]) -> list[dict[str, Any]]:
+    """Gradients of a step in the buffers of DDP, reduced over all ranks and divided by the tokens of the global batch.
+
+    The frozen parent goes first over a window of microbatches and leaves its final hidden states on the last stage; then the student runs
+    over the same window on any schedule. Returns what the last stage reports of each of this rank's microbatches.
+    """
+    stage, parallel = run.stage, run.parallel
+    count = stage.global_batch_size // (stage.micro_batch_size * parallel.data)
+    outputs = []
+    for size in window_sizes(run, count) if groups else [count]:
+        window = [share_of_context(next(batches), parallel) for _ in range(size)]
+        outputs += train_microbatches(
+            run.chunks, parallel, window, partial(_forward, run, groups), partial(_loss, run, groups, teacher_states(run, window, groups))
+        )
+    tokens = sum((output["tokens"] for output in outputs), torch.zeros((), dtype=torch.int))
+    finalize_model_grads(run.chunks, tokens)
+    return outputs
+
+
+def window_sizes(run: Run, count: int) -> list[int]:
+    """Microbatches of each window of a step's `count`: one without a pipeline, else as many as the recipe has memory for."""
+    parallel, stage = run.parallel, run.stage
+    if parallel.pipeline == 1:
+        return [1] * count
+    tokens = stage.micro_batch_size * stage.sequence_length // (parallel.context * (parallel.tensor if parallel.sequence_parallel else 1))
+    state = tokens * run.recipe.model.hidden_size * parameter_dtype(run.recipe).itemsize
+    return windows(count, state, run.recipe.distill.teacher_bytes, parallel.pipeline if parallel.virtual_pipeline > 1 else 1)
+
+
+def teacher_states(run: Run, window: list[MicroBatch], groups: list[GroupDecision]) -> dict[int, torch.Tensor]:
+    """First sample of a microbatch -> the frozen parent's final hidden states [tokens of this rank, 1, hidden], on the last stage."""
+    if not groups:
+        return {}
+    offload = run.recipe.distill.offload
+    states = map_microbatches(
+        [run.teacher], run.parallel, window, lambda batch, hidden: (batch.first_sample, hidden.cpu() if offload else hidden)
+    )
+    return dict(states)
+
+
 def _check_finite(stage: StageConfig, step: int, what: str, value: float) -> None:
     """Stop before what is not finite reaches a checkpoint; `value` is the same on every rank."""
     if not math.isfinite(value):
@@ -102,39 +137,40 @@ def _check_finite(stage: StageConfig, step: int, what: str, value: float) -> Non
         )
 
 
-def _forward_step(run: Run, groups: list[GroupDecision], batches: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Any]:
-    """megatron's forward step: hidden states of one microbatch, and the function that turns them into a loss."""
-    batch = next(batches)
+def _forward(run: Run, groups: list[GroupDecision], part: Any, batch: MicroBatch) -> torch.Tensor:
+    """Hidden states after one part of the model, in the size that was drawn for the microbatch's group."""
     if not groups:
-        return hidden_states(run.model, batch), partial(_loss, run, batch, None, None)
-    group = groups[group_of_sample(batch.first_sample, run.recipe.router.samples_per_decision)]
+        return hidden_states(part, batch)
     assert run.handle is not None and run.decider is not None
-    with torch.no_grad():
-        teacher_hidden = hidden_states(run.teacher, batch)
-    with run.handle.use(run.decider.decision_of(group)):
-        hidden = hidden_states(run.model, batch)
-    return hidden, partial(_loss, run, batch, group, teacher_hidden)
+    with run.handle.use(run.decider.decision_of(_group(run, groups, batch))):
+        return hidden_states(part, batch)
+
+
+def _group(run: Run, groups: list[GroupDecision], batch: MicroBatch) -> GroupDecision:
+    return groups[group_of_sample(batch.first_sample, run.recipe.router.samples_per_decision)]
 
 
 def _loss(
-    run: Run, batch: MicroBatch, group: GroupDecision | None, teacher_hidden: torch.Tensor | None, hidden: torch.Tensor
+    run: Run, groups: list[GroupDecision], teacher: dict[int, torch.Tensor], batch: MicroBatch, hidden: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """(sum over tokens, number of tokens, what to report): megatron divides by the tokens of the global batch."""
-    terms = loss_terms(run.recipe.model.vocab_size, run.recipe.distill, elastic=group is not None)
-    loss = batch_loss(run.model, hidden, batch, terms, run.teacher if group else None, teacher_hidden)
-    name = PARENT if group is None else group.budget
-    return loss.total, loss.num_tokens.to(torch.int), {"budget": name, "sum": loss.total.detach(), "tokens": loss.num_tokens}
+    """(sum over tokens, number of tokens, what to report): divided by the tokens of the global batch when the step ends."""
+    terms = loss_terms(run.recipe.model.vocab_size, run.recipe.distill, elastic=bool(groups))
+    states = teacher.pop(batch.first_sample).to(hidden.device) if groups else None
+    loss = batch_loss(run.parts[-1], hidden, batch, terms, run.teacher if groups else None, states, run.parallel)
+    name = _group(run, groups, batch).budget if groups else PARENT
+    tokens = loss.num_tokens.to(torch.int)
+    return loss.total, tokens, {"budget": name, "sum": loss.total.detach(), "tokens": tokens}
 
 
-def _loss_sums(names: list[str], outputs: list[dict[str, Any]], run: Run) -> torch.Tensor:
+def _loss_sums(names: list[str], outputs: list[dict[str, Any]], parallel: ParallelContext) -> torch.Tensor:
     """[names, 2]: sums of the loss and of tokens over the global batch, on every rank."""
     sums = torch.zeros(len(names), 2, dtype=torch.float64)
     for output in outputs:
         row = names.index(output["budget"])
         sums[row, 0] += output["sum"].double()
         sums[row, 1] += output["tokens"].double()
-    dist.all_reduce(sums, group=run.parallel.world)
-    return sums
+    dist.all_reduce(sums, group=parallel.world)
+    return sums / parallel.tensor  # every tensor-parallel rank knows the loss of all of its group's tokens
 
 
 def _mean_ratios(groups: list[GroupDecision]) -> dict[str, float]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import zlib
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,9 @@ from megatron_elastic.checkpoint.files import (
     DESCRIPTION,
     CheckpointKind,
     Description,
+    candidates,
+    damage,
     find_model_checkpoint,
-    latest_checkpoint,
     move_latest,
     new_checkpoint,
     open_checkpoint,
@@ -33,7 +36,7 @@ SPACE = build_space(
 def write(directory: Path, age: int = 0) -> Path:
     plans = {"small": SPACE.plan({ElasticAxis.FFN: 48, ElasticAxis.LAYERS: 5})}
     description = Description(kind=CheckpointKind.MODEL, shape=SHAPE, space=SPACE, plans=plans, provenance={"from": "a test"})
-    with new_checkpoint(directory, description) as temporary:
+    with new_checkpoint(directory, description) as (temporary, _):
         (temporary / "__0_0.distcp").write_bytes(b"weights")
     stamp = (directory / DESCRIPTION).stat().st_mtime - 10 * age
     os.utime(directory / DESCRIPTION, (stamp, stamp))
@@ -70,30 +73,77 @@ def test_an_error_while_writing_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_latest_follows_the_pointer_and_skips_what_is_not_whole(tmp_path):
-    assert latest_checkpoint(tmp_path) is None
+def test_candidates_begin_with_the_pointer_then_the_newest(tmp_path):
+    assert candidates(tmp_path) == []
     old, new = write(tmp_path / "old", age=1), write(tmp_path / "new")
-    assert latest_checkpoint(tmp_path) == new  # killed before the first pointer
+    assert candidates(tmp_path) == [new, old]  # killed before the first pointer
     move_latest(old)
-    assert latest_checkpoint(tmp_path) == old
-    move_latest(new)
-    (new / "__0_0.distcp").unlink()
-    assert latest_checkpoint(tmp_path) == old
-    (old / DESCRIPTION).write_text("{")
-    assert latest_checkpoint(tmp_path) is None
+    assert candidates(tmp_path) == [old, new]
+    (tmp_path / ".tmp-later").mkdir()
+    (tmp_path / ".tmp-later" / "__0_0.distcp").touch()
+    assert candidates(tmp_path) == [old, new]
+    shutil.rmtree(old)
+    assert candidates(tmp_path) == [old, new] and damage(old) == ["it is gone"]
+
+
+def test_damage_names_what_is_wrong(tmp_path):
+    path = write(tmp_path / "a")
+    shards, description = path / "__0_0.distcp", path / DESCRIPTION
+    assert damage(path) == []
+    shards.write_bytes(b"weighty")
+    assert damage(path) == ["__0_0.distcp was changed after it was written (its checksum differs)"]
+    assert damage(path, reader=1, readers=2) == []  # the other reader's file
+    shards.write_bytes(b"half")
+    assert damage(path) == ["__0_0.distcp has 4 bytes, not 7"]
+    shards.unlink()
+    assert damage(path) == ["__0_0.distcp is missing"]
+    data = json.loads(description.read_text())
+    description.write_text(json.dumps({key: value for key, value in data.items() if key != "files"}))
+    assert damage(path) == [f"{DESCRIPTION} does not list the files"]
+    description.write_text("{")
+    assert damage(path) == [f"{DESCRIPTION} is not JSON"]
+    description.unlink()
+    assert damage(path) == [f"{DESCRIPTION} is missing"]
+
+
+def test_a_checkpoint_without_checksums_is_checked_by_its_sizes(tmp_path):
+    path = write(tmp_path / "a")
+    data = json.loads((path / DESCRIPTION).read_text())
+    assert data.pop("checksums") == {"__0_0.distcp": zlib.crc32(b"weights")}
+    (path / DESCRIPTION).write_text(json.dumps(data))
+    (path / "__0_0.distcp").write_bytes(b"weighty")
+    assert damage(path) == [] and open_checkpoint(path).shape == SHAPE
+    (path / "__0_0.distcp").write_bytes(b"half")
+    assert damage(path) == ["__0_0.distcp has 4 bytes, not 7"]
 
 
 def test_prune_spares_the_newest_the_protected_and_the_latest(tmp_path):
     for age, name in enumerate(["e", "d", "c", "b", "a"]):
         write(tmp_path / name, age)
     move_latest(tmp_path / "b")
-    (tmp_path / ".tmp-f").mkdir()
+    for name in (".tmp-f", ".tmp-a", ".old-g"):
+        (tmp_path / name).mkdir()
     assert prune(tmp_path, 1, {"a"}) == ["d", "c"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "e", "latest"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-a", "a", "b", "e", "latest"]
+
+
+@pytest.mark.parametrize("keep_last", [0, 1])
+def test_prune_spares_the_newest_whole_one(tmp_path, keep_last):
+    for age, name in enumerate(["d", "c", "b", "a"]):
+        write(tmp_path / name, age)
+    move_latest(tmp_path / "d")
+    for name in "dc":
+        (tmp_path / name / "__0_0.distcp").unlink()
+    assert prune(tmp_path, keep_last) == ["a"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "c", "d", "latest"]
 
 
 def test_a_run_stands_for_its_latest_checkpoint(tmp_path):
     checkpoint = write(tmp_path / "checkpoints" / "a")
     assert find_model_checkpoint(tmp_path) == find_model_checkpoint(checkpoint) == checkpoint
+    (checkpoint / "__0_0.distcp").unlink()
+    write(tmp_path / "checkpoints" / "older", age=1)
+    with pytest.raises(CheckpointError, match="half-written: __0_0.distcp is missing"):
+        find_model_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="neither a checkpoint .* nor a run"):
         find_model_checkpoint(Path(__file__).parent)

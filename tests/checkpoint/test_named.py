@@ -12,7 +12,7 @@ import tiny_run
 import torch
 
 from megatron_elastic.checkpoint import NamedTensors, load_checkpoint, save_checkpoint, write_named
-from megatron_elastic.checkpoint.streams import DeferredErrors
+from megatron_elastic.checkpoint.streams import CarefulFile
 from megatron_elastic.errors import CheckpointError
 from megatron_elastic.layout import full_shapes
 from megatron_elastic.parallel import ParallelContext
@@ -121,13 +121,13 @@ def test_views_are_written_without_their_storage(tmp_path):
 
 
 def test_a_disk_that_fills_up_leaves_nothing(tmp_path, monkeypatch):
-    shape, write = tiny_run.SHAPE, DeferredErrors.write
+    shape, write = tiny_run.SHAPE, CarefulFile.write
 
-    def full(self: DeferredErrors, data: bytes) -> int:
+    def full(self: CarefulFile, data: bytes) -> int:
         self._error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(self, data)
 
-    monkeypatch.setattr(DeferredErrors, "write", full)
+    monkeypatch.setattr(CarefulFile, "write", full)
     with pytest.raises(CheckpointError, match="a' cannot be written: No space left on device"):
         write_named(tmp_path / "a", ((name, torch.ones(size)) for name, size in full_shapes(shape).items()), shape)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,5 @@
-"""A run that is saved, built afresh, loaded and continued is the uninterrupted one bit for bit: losses, weights, moments, step numbers."""
+"""A run that is saved, built afresh, loaded and continued is the uninterrupted one bit for bit: losses, weights, moments, step numbers.
+What is damaged is refused, or skipped for the next best with a note."""
 
 from __future__ import annotations
 
@@ -13,21 +14,21 @@ import pytest
 import tiny_run
 import torch
 
-from megatron_elastic.checkpoint import latest_checkpoint, load_checkpoint, open_checkpoint, save_checkpoint
-from megatron_elastic.checkpoint.files import temporary_name
+from megatron_elastic.checkpoint import PendingSave, load_checkpoint, load_latest, open_checkpoint, save_checkpoint
+from megatron_elastic.checkpoint.files import candidates, temporary_name
 from megatron_elastic.errors import CheckpointError
 from megatron_elastic.parallel import ParallelContext
 
 STATE = {"step": 3, "router": {"weight": torch.arange(3.0)}, "name": "stage-a", "nothing": None}
 
 
-def save(run: tiny_run.Run, directory: Path, **changes: Any) -> Path:
-    options = {"model": run.model, "optimizer": run.optimizer, "state": STATE, "shape": tiny_run.SHAPE, "parallel": run.parallel}
+def save(run: tiny_run.Run, directory: Path, **changes: Any) -> PendingSave:
+    options = {"model": run.chunks, "optimizer": run.optimizer, "state": STATE, "shape": tiny_run.SHAPE, "parallel": run.parallel}
     return save_checkpoint(directory, **(options | changes))
 
 
 def load(run: tiny_run.Run, directory: Path, **changes: Any) -> dict[str, Any]:
-    options = {"model": run.model, "optimizer": run.optimizer, "shape": tiny_run.SHAPE, "parallel": run.parallel}
+    options = {"model": run.chunks, "optimizer": run.optimizer, "shape": tiny_run.SHAPE, "parallel": run.parallel}
     return load_checkpoint(directory, **(options | changes))
 
 
@@ -148,16 +149,69 @@ def test_a_half_written_checkpoint_is_refused(parallel, tmp_path):
         load(run, tmp_path / "a")
 
 
+def flip(file: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def resume_latest(run: tiny_run.Run, directory: Path) -> Any:
+    return load_latest(directory, model=run.chunks, optimizer=run.optimizer, shape=tiny_run.SHAPE, parallel=run.parallel)
+
+
+def test_damaged_checkpoints_are_skipped_with_a_note(parallel, tmp_path):
+    run, resumed = tiny_run.start(parallel), tiny_run.start(parallel, seed=8)
+    assert resume_latest(resumed, tmp_path) is None
+    for step, name in enumerate("abcd"):
+        save(run, tmp_path / name, state={"step": step})
+    found = resume_latest(resumed, tmp_path)
+    assert (found.path.name, found.state, found.notes) == ("d", {"step": 3}, [])
+    (shards,) = (tmp_path / "d").glob("*.distcp")
+    flip(shards)
+    (tmp_path / "c" / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match=f"d' is damaged: {shards.name} was changed after it was written"):
+        load(resumed, tmp_path / "d")
+    found = resume_latest(resumed, tmp_path)
+    assert found.path.name == "b" and found.state == {"step": 1}
+    changed = f"d: {shards.name} was changed after it was written (its checksum differs)"
+    assert found.notes == [f"skipped {changed}; using b", "skipped c: .metadata is missing; using b"]
+    assert differences(run, resumed) == []
+    for name in "ab":
+        (tmp_path / name / "megatron_elastic.json").write_text("{")
+    with pytest.raises(CheckpointError, match="no checkpoint in .* is whole .*a: megatron_elastic.json is not JSON.*start again"):
+        resume_latest(resumed, tmp_path)
+
+
+def flip_on_ranks(rank: int, world_size: int, directory: str) -> list[str]:
+    parallel = ParallelContext.initialize(expert=2)
+    run = tiny_run.start(parallel)
+    for name in "ab":
+        save(run, Path(directory) / name)
+    if rank == 0:
+        flip(Path(directory) / "b" / "__1_0.distcp")
+    torch.distributed.barrier()
+    found = resume_latest(run, Path(directory))
+    parallel.destroy()
+    return found.notes
+
+
+@pytest.mark.dist
+def test_what_one_rank_reads_damaged_all_skip(ranks, tmp_path):
+    note = "skipped b: __1_0.distcp was changed after it was written (its checksum differs); using a"
+    assert ranks(flip_on_ranks, 2, str(tmp_path)) == [[note], [note]]
+
+
 def test_what_a_killed_save_left_is_ignored_and_replaced(parallel, tmp_path):
     run = tiny_run.start(parallel)
     left = temporary_name(tmp_path / "b")
     left.mkdir()
     (left / "__0_0.distcp").write_bytes(b"half")
-    assert latest_checkpoint(tmp_path) is None
+    assert candidates(tmp_path) == []
     save(run, tmp_path / "a")
-    assert latest_checkpoint(tmp_path) == tmp_path / "a"
+    assert candidates(tmp_path) == [tmp_path / "a"]
     save(run, tmp_path / "b")
-    assert latest_checkpoint(tmp_path) == tmp_path / "b" and not left.exists()
+    assert candidates(tmp_path)[0] == tmp_path / "b" and not left.exists()
 
 
 def test_a_full_disk_is_refused_before_anything_is_written(parallel, tmp_path, monkeypatch):
@@ -166,7 +220,7 @@ def test_a_full_disk_is_refused_before_anything_is_written(parallel, tmp_path, m
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(CheckpointError, match=r"b' cannot be written: No space left on device \(.* MB needed, 0 MB free\)"):
         save(run, tmp_path / "b")
-    assert latest_checkpoint(tmp_path) == tmp_path / "a" and sorted(p.name for p in tmp_path.iterdir()) == ["a", "latest"]
+    assert candidates(tmp_path) == [tmp_path / "a"] and sorted(p.name for p in tmp_path.iterdir()) == ["a", "latest"]
 
 
 class FullFile:
@@ -202,5 +256,5 @@ def test_a_disk_that_fills_up_leaves_the_previous_checkpoint(parallel, tmp_path,
     for name in ("a", "b"):
         with pytest.raises(CheckpointError, match=f"{name}' cannot be written: No space left on device"):
             save(run, tmp_path / name)
-    assert latest_checkpoint(tmp_path) == tmp_path / "a" and sorted(p.name for p in tmp_path.iterdir()) == ["a", "latest"]
+    assert candidates(tmp_path) == [tmp_path / "a"] and sorted(p.name for p in tmp_path.iterdir()) == ["a", "latest"]
     assert open_checkpoint(tmp_path / "a").kind == "training"

@@ -20,12 +20,21 @@ TOKENS = 24
 
 @dataclass
 class Run:
-    """A model with its optimizer and the losses it has seen."""
+    """A model with its optimizer and the losses it has seen (on the last pipeline stage).
+
+    chunks: this rank's parts of the model in DDP; one, unless the pipeline is interleaved.
+    """
 
     parallel: ParallelContext
-    model: Any
+    chunks: list[Any]
     optimizer: Any
     losses: list[float]
+
+    @property
+    def model(self) -> Any:
+        """The only chunk."""
+        (chunk,) = self.chunks
+        return chunk
 
     def state(self) -> dict[str, torch.Tensor]:
         """Weights, moments and step numbers of this rank."""
@@ -49,14 +58,16 @@ def start(parallel: ParallelContext, *, shape: ModelShape = SHAPE, seed: int = 7
     from megatron_elastic.models.build import build_model
     from megatron_elastic.testing.tiny import randomize_
 
-    bare = build_model(shape, parallel)
-    randomize_(bare, seed)
-    model = DistributedDataParallel(bare.config, DistributedDataParallelConfig(use_distributed_optimizer=True), bare)
+    chunks = []
+    for part in range(parallel.virtual_pipeline):
+        bare = build_model(shape, parallel, part=part)
+        randomize_(bare, seed)
+        bare.config.finalize_model_grads_func = finalize_model_grads
+        chunks.append(DistributedDataParallel(bare.config, DistributedDataParallelConfig(use_distributed_optimizer=True), bare))
     config = OptimizerConfig(
         optimizer="adam", lr=1e-2, weight_decay=0.1, clip_grad=1.0, use_distributed_optimizer=True, params_dtype=torch.float32
     )
-    bare.config.finalize_model_grads_func = finalize_model_grads
-    return Run(parallel, model, get_megatron_optimizer(config, [model], use_gloo_process_groups=False), [])
+    return Run(parallel, chunks, get_megatron_optimizer(config, chunks, use_gloo_process_groups=False), [])
 
 
 def train(run: Run, first: int, steps: int, texts: int = 2) -> None:
@@ -64,12 +75,14 @@ def train(run: Run, first: int, steps: int, texts: int = 2) -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     for step in range(first, first + steps):
-        run.model.zero_grad_buffer()
+        for chunk in run.chunks:
+            chunk.zero_grad_buffer()
         run.optimizer.zero_grad()
-        losses = get_forward_backward_func()(
+        data = [_text(run.parallel, step, texts) for _ in run.chunks]
+        losses = get_forward_backward_func(run.parallel.pipeline, len(data) if len(data) > 1 else None)(
             forward_step_func=_forward,
-            data_iterator=_text(run.parallel, step, texts),
-            model=[run.model],
+            data_iterator=data if len(data) > 1 else data[0],
+            model=run.chunks,
             num_microbatches=texts // run.parallel.data,
             seq_length=TOKENS,
             micro_batch_size=1,

@@ -97,18 +97,18 @@ def test_notes_about_data():
         ),
         (
             ["router.samples_per_decision=8", "stages.short.micro_batch_size=16"],
-            "micro_batch_size 16 x parallel.expert 1 = 16 samples are computed together",
+            "micro_batch_size 16 x 1 replicas that share experts (parallel.expert 1) = 16 samples are computed together",
         ),
         (
             ["parallel.expert=2", "stages.short.micro_batch_size=8"],
-            "micro_batch_size 8 x parallel.expert 2 = 16 samples are computed together",
+            "micro_batch_size 8 x 2 replicas that share experts (parallel.expert 2) = 16 samples are computed together",
         ),
         (["parallel.pipeline=4"], "parallel.pipeline 4 does not divide the 6 layers of model.layer_pattern"),
         (["parallel.tensor=2", "model.padded_vocab_size=265"], "parallel.tensor 2 does not divide model.padded_vocab_size 265"),
         (["elastic=null", "stages=[]", "parallel.tensor=3"], "parallel.tensor 3 does not divide model.mlp.ffn 512"),
         (
             ["elastic=null", "stages=[]", "parallel.tensor=3"],
-            "parallel.tensor 3 is neither a divisor nor a multiple of model.attention.kv_groups 2",
+            "parallel.tensor 3 is neither a divisor nor a multiple of model.attention.kv_groups 2; change one",
         ),
         (["elastic=null", "stages=[]", "parallel.expert=3"], "parallel.expert 3 does not divide model.moe.experts 8"),
         (

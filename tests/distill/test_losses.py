@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,7 +15,7 @@ from megatron_elastic.errors import ConfigError
 TOKENS, WIDTH, TEACHER_WIDTH, ROWS, WORDS = 23, 7, 9, 32, 29
 
 
-def _inputs(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+def _inputs(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:

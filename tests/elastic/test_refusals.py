@@ -31,6 +31,7 @@ WRONG: dict[str, Any] = {
     "moe_mlp_glu_interleave_size": 32,
     "moe_shared_expert_glu_interleave_size": 32,
     "recompute_granularity": "full",
+    "recompute_modules": ["core_attn", "moe"],
     "context_parallel_size": 2,
 }
 

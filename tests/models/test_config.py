@@ -29,7 +29,7 @@ def test_a_stage_gets_its_own_layers(parallel: ParallelContext, stage: int, lett
     assert shape.mlp is not None
     layout = replace(parallel, pipeline=2, pipeline_rank=stage)
     configs = model_configs(replace(shape, mlp=replace(shape.mlp, ffn=(72, 24, 48, 8))), layout)
-    assert [config.ffn_hidden_size for config in configs.of_stage(layout)] == letters
+    assert [config.ffn_hidden_size for config in configs.of_part(layout, 0)] == letters
 
 
 def test_layouts_that_do_not_fit_are_listed_at_once(parallel: ParallelContext) -> None:
@@ -39,7 +39,7 @@ def test_layouts_that_do_not_fit_are_listed_at_once(parallel: ParallelContext) -
     for line in (
         "parallel.tensor 5 does not divide model.padded_vocab_size (or vocab_size) 136",
         "parallel.tensor 5 does not divide model.attention.heads 12",
-        "parallel.tensor 5 and model.attention.kv_groups 2: one must divide the other",
+        "parallel.tensor 5 is neither a divisor nor a multiple of model.attention.kv_groups 2; change one",
         "parallel.tensor 5 does not divide model.mlp.ffn 72",
         "parallel.tensor 5 does not divide model.mamba.groups 4",
         "parallel.tensor 5 does not divide model.moe.shared_ffn 48",

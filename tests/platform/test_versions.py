@@ -14,7 +14,7 @@ from megatron_elastic.platform.versions import (
     canonical_name,
     generation_of,
     megatron_generation,
-    stage_pattern,
+    parts_pattern,
     sums_expert_gradients,
 )
 
@@ -47,10 +47,10 @@ def test_asking_imports_neither_torch_nor_megatron() -> None:
 
 def test_pattern_of_pipeline_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "megatron_generation", lambda: Generation.V0_19)
-    assert stage_pattern("ME*-ME", 2) == "ME*|-ME"
-    assert stage_pattern("ME*-ME", 1) == "ME*-ME"
+    assert parts_pattern("ME*-ME", 2) == "ME*|-ME"
+    assert parts_pattern("ME*-ME", 1) == "ME*-ME"
     monkeypatch.setattr(versions, "megatron_generation", lambda: Generation.V0_16)
-    assert stage_pattern("ME*-ME", 3) == "ME*-ME"
+    assert parts_pattern("ME*-ME", 3) == "ME*-ME"
 
 
 def test_convolution_is_named_as_in_checkpoints() -> None:

@@ -179,13 +179,13 @@ def poisoned_gradient(*arguments: str) -> tuple[int, str, str]:
         if what == "loss" and number == 1:
             step.poisoned.main_grad[0] = torch.inf
 
-    sums = step._loss_sums
+    accumulate = step.accumulate_gradients
 
-    def keep(names: Any, outputs: Any, run: Any) -> Any:
-        step.poisoned = next(iter(run.model.parameters()))
-        return sums(names, outputs, run)
+    def keep(run: Any, *args: Any) -> Any:
+        step.poisoned = next(iter(run.parts[0].parameters()))
+        return accumulate(run, *args)
 
-    step._check_finite, step._loss_sums = poison, keep
+    step._check_finite, step.accumulate_gradients = poison, keep
     return command(*arguments)
 
 
@@ -271,8 +271,7 @@ def test_elasticize_refuses_what_it_cannot_follow(case: str, parts: tuple[Any, A
 def test_elasticize_refuses_layouts(parts: tuple[Any, Any, Any], parallel: Any) -> None:
     model, space, shape = parts
     assert "parallel.tensor 3 does not divide elastic.shard_groups 4" in refused(model, replace(parallel, tensor=3), space, shape)
-    model.config.context_parallel_size = 2
-    assert "context_parallel_size 2: context parallelism is not elastic yet; use 1" in refused(model, parallel, space, shape)
+    assert "parallel.tensor 4 above model.attention.kv_groups 2" in refused(model, replace(parallel, tensor=4), space, shape)
 
 
 def test_elasticize_names_a_module_it_does_not_know(parts: tuple[Any, Any, Any], parallel: Any) -> None:
@@ -318,14 +317,14 @@ BAD_ON_RANKS: dict[str, tuple[list[str], list[str], str]] = {
     "on both": (["stages.parent.warmup_steps=9"], ["stages.parent.warmup_steps=9"], "stages.parent: warmup_steps 9 must lie between 0 and"),
     "on one": ([], ["data.path=nowhere"], "data.path 'nowhere' does not exist; write one with"),
     "tensor parallelism": (
-        ["parallel.tensor=2"],
-        ["parallel.tensor=2"],
-        "parallel.tensor 2, pipeline 1: training is data- and expert-parallel only",
+        ["parallel.tensor=2", "parallel.sequence_parallel=false"],
+        ["parallel.tensor=2", "parallel.sequence_parallel=false"],
+        "parallel.sequence_parallel false with tensor 2: megatron-core trains experts under tensor parallelism with it only",
     ),
     "pipeline": (
-        ["parallel.pipeline=2"],
-        ["parallel.pipeline=2"],
-        "parallel.tensor 1, pipeline 2: training is data- and expert-parallel only",
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=2"],
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=2"],
+        "parallel.pipeline 2 x virtual_pipeline 2 does not divide the 6 layers",
     ),
     "replicas": (
         ["stages.long.micro_batch_size=8", "router.samples_per_decision=8"],

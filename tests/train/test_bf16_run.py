@@ -69,15 +69,15 @@ def watched_run(recipe: Recipe) -> dict[str, Any]:
     loop.Run, step.batch_loss, run.Decider.learn = kept, watched, watched_learn
     output = harness.train(recipe)
     one = runs[0]
-    assert isinstance(one.chunk, DistributedDataParallel)
+    assert [type(chunk) for chunk in one.chunks] == [DistributedDataParallel]
     inner = inner_optimizers(one.optimizer)
     masters = [parameter for each in inner for group in each.optimizer.param_groups for parameter in group["params"]]
     return {
         "output": output,
         **seen,
-        "parameters": {name: parameter.dtype for name, parameter in one.model.named_parameters()},
+        "parameters": {name: parameter.dtype for name, parameter in one.parts[0].named_parameters()},
         "teacher": {name: parameter.dtype for name, parameter in one.teacher.named_parameters()},
-        "gradients": {parameter.main_grad.dtype for parameter in one.model.parameters()},
+        "gradients": {parameter.main_grad.dtype for parameter in one.parts[0].parameters()},
         "optimizers": {type(each) is DistributedOptimizer for each in inner},
         "masters": {master.dtype for master in masters},
         "moments": {state[key].dtype for each in inner for state in each.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")},

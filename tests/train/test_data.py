@@ -110,7 +110,7 @@ def test_documents_do_not_see_each_other(data, parallel, tmp_path):
         for start, end in zip(bounds, bounds[1:], strict=False):
             alone = MicroBatch(
                 *(row[:, start:end] for row in (batch.tokens, batch.labels, batch.loss_mask, batch.position_ids)),
-                torch.tensor([0, end - start], dtype=torch.int32), end - start, 0,
+                torch.tensor([0, end - start], dtype=torch.int32), end - start, 0, end - start,
             )  # fmt: skip
             logits = model(alone.tokens, alone.position_ids, None, packed_seq_params=packed_seq_params(alone))
             torch.testing.assert_close(packed[:, start:end], logits, rtol=1e-4, atol=1e-4)

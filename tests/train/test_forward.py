@@ -25,7 +25,7 @@ def packed_batch(lengths: tuple[int, ...], first: int = 0) -> MicroBatch:
     tokens = stream[:, first : first + total]
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    return MicroBatch(tokens, tokens.roll(-1, 1), torch.ones(1, total), positions, starts, max(lengths), 0)
+    return MicroBatch(tokens, tokens.roll(-1, 1), torch.ones(1, total), positions, starts, max(lengths), 0, total)
 
 
 def model_of(parent: str, parallel: ParallelContext) -> Any:

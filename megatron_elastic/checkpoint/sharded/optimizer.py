@@ -18,6 +18,11 @@ So only moments, fp32 weights and the number of steps are saved; learning rate, 
    parameter's name, without an error when the sizes agree.
 
 So the numbers are corrected before state is saved or loaded.
+
+6. Moments are gathered without the padding between the buckets of a gradient buffer, and cut into parameters as if it were there: with several
+   buckets (an embedding tied across pipeline stages has one of its own) all after the first are saved shifted, without an error.
+
+So the padding is declared a part of each bucket.
 """
 
 from __future__ import annotations
@@ -72,6 +77,7 @@ def sharded_state(
     inner = inner_optimizers(optimizer)
     for one in inner:
         _number_parameters(one)
+        _keep_padding(one)
     shards = [one.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)["param_state"] for one in inner]
     state: ShardedStateDict = {"moments": dict(enumerate(shards))}
     if not is_loading:
@@ -84,6 +90,14 @@ def _number_parameters(inner: DistributedOptimizer) -> None:
     groups = zip(inner.model_fp32_groups, inner.model_float16_groups, strict=True)
     for group, (fp32, float16) in enumerate(groups):
         inner.model_param_group_index_map.update({parameter: (group, place) for place, parameter in enumerate([*fp32, *float16])})
+
+
+def _keep_padding(inner: DistributedOptimizer) -> None:
+    """Make the gathered state as long as the buffers it is cut by; see 6 above."""
+    for buffer in inner.buffers:
+        buffer.numel_unpadded = buffer.numel
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
 
 
 def _step_of(inner: Sequence[DistributedOptimizer]) -> float:
