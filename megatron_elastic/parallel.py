@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from megatron_elastic.errors import ConfigError, ElasticError, raise_all
 
@@ -29,6 +29,7 @@ class ParallelContext:
     tensor, pipeline, expert, expert_tensor, context, data: number of ranks along each dimension (data: whole replicas).
     virtual_pipeline: parts of the model on each pipeline rank, taken in turn (the interleaved schedule); 1: one part.
     sequence_parallel: whether norms and the residual stream are divided over the tensor-parallel ranks by tokens.
+    dispatcher: how tokens reach their experts, "alltoall" or "allgather".
     *_rank: this process' position along it. rank, world_size: of all processes. backend: "gloo" or "nccl".
     groups: megatron-core's collection, handed to every module it builds.
     """
@@ -37,6 +38,7 @@ class ParallelContext:
     pipeline: int
     virtual_pipeline: int
     sequence_parallel: bool
+    dispatcher: str
     expert: int
     expert_tensor: int
     context: int
@@ -65,6 +67,7 @@ class ParallelContext:
         *,
         virtual_pipeline: int = 1,
         sequence_parallel: bool | None = None,
+        dispatcher: Literal["alltoall", "allgather"] = "alltoall",
         backend: str = "gloo",
         seed: int = 1234,
     ) -> ParallelContext:
@@ -114,6 +117,7 @@ class ParallelContext:
             pipeline=pipeline,
             virtual_pipeline=virtual_pipeline,
             sequence_parallel=sequence_parallel,
+            dispatcher=dispatcher,
             expert=expert,
             expert_tensor=expert_tensor,
             context=context,

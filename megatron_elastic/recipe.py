@@ -133,6 +133,8 @@ class ParallelConfig:
     """Ranks that share the experts."""
     expert_tensor: int | None = None
     """Ranks that share every expert; null: as many as `tensor` without expert parallelism, 1 with it."""
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens reach their experts: each to the ranks that have its experts, or all to all ranks."""
     context: int = 1
     """Ranks that share the tokens of a sequence."""
     recompute: Literal["none", "selective", "full"] = "none"

@@ -86,12 +86,12 @@ class Decision:
         return vector.to(like.dtype)  # here, so that the gradients of all layers meet in fp32
 
     def alive_share(self, dim: Dim, layer: int | None, shards: int, like: torch.Tensor) -> torch.Tensor | None:
-        """d/D of a norm over the computed entries of `dim`: the mean of their squared weights (0-d, fp32); None for 1."""
+        """d/D of a norm over the computed entries of `dim`: the mean of their squared weights (0-d, fp32 or fp64); None for 1."""
         if not any(axis in self.weights for axis in dim.axes):
             return None
         key = ("share", dim, self._place(dim, layer), like.device)
         if key not in self._vectors:
-            vector = self.vector(dim, layer, shards, self._fp32(like))
+            vector = self.vector(dim, layer, shards, self._wide(like))
             assert vector is not None
             self._vectors[key] = vector.square().mean()
         return self._vectors[key]
@@ -146,8 +146,8 @@ class Decision:
         """What of the layer a vector of `dim` depends on: nothing while all its axes are homogeneous."""
         return layer if any(axis in self._specs and self._specs[axis].per_layer for axis in dim.axes) else None
 
-    def _fp32(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.float32, device=like.device)
+    def _wide(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
 
 
 def _segment_weights(segment: Segment, size: int, groups: int, weights: torch.Tensor | None, units: torch.Tensor | None) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from megatron.core.ssm.mamba_mixer import ExtendedRMSNorm, MambaMixer, causal_conv1d_fn, mamba_chunk_scan_combined
 
 from megatron_elastic.axes import ElasticAxis
-from megatron_elastic.elastic.modules import Site, write_result
+from megatron_elastic.elastic.modules import Site, wide, write_result
 from megatron_elastic.models.context import WholeRowContextParallel
 from megatron_elastic.platform.versions import sequence_index
 
@@ -36,7 +36,7 @@ class ElasticGatedNorm(ExtendedRMSNorm):
         share = self.site.alive_share(x)
         if share is None:
             return super().forward(x) if z is None else super().forward(x, z)
-        scale, values = share.sqrt(), x.float()  # fp32 as the norm inside: the result is rounded once, as the small model's
+        scale, values = share.sqrt(), wide(x)  # fp32 as the norm inside: the result is rounded once, as the small model's
         vector = self.site.vector(values)
         assert vector is not None
         masked = values * (vector / scale)

@@ -101,13 +101,18 @@ class RouterSite:
         return None if decision is None else decision.gate(self.layer, like)
 
 
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """`x` in the type norms are computed in: fp32, or fp64 as it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def masked_layer_norm(x: torch.Tensor, vector: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
     """LayerNorm over the channels of x [..., D] that are alive, in fp32: that of the small model when `vector` [D] is zeros and ones.
 
     Every write to x was multiplied by w = `vector`, so x = w y. Mean and variance are those of y under weights w^2 (d = sum of w^2),
     as for the RMS norm, and the output is w times the norm of y: a channel that is not alive gives zero, its bias too.
     """
-    values, w = x.float(), vector.float()
+    values, w = wide(x), wide(vector)
     alive = w.square().sum()
     mean = (values * w).sum(-1, keepdim=True) / alive
     centered = values - w * mean
@@ -122,8 +127,8 @@ def rms_norm(x: torch.Tensor, share: torch.Tensor | None, weight: torch.Tensor, 
     """
     if share is None:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    scale, values = share.sqrt(), x.float()
-    return (F.rms_norm(values / scale, (x.shape[-1],), weight.float(), eps) * scale).to(x.dtype)
+    scale, values = share.sqrt(), wide(x)
+    return (F.rms_norm(values / scale, (x.shape[-1],), wide(weight), eps) * scale).to(x.dtype)
 
 
 class ElasticRMSNorm(LocalRMSNorm):

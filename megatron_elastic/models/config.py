@@ -129,7 +129,7 @@ def _transformer_config(
         hetereogenous_dist_checkpoint=True,  # megatron-core's spelling: each layer of a GPT under its own name, as in a hybrid model
         transformer_impl="local",
         **_attention_fields(shape, parallel),
-        **_moe_fields(shape, expert_bias_rate),
+        **_moe_fields(shape, parallel, expert_bias_rate),
         **_mamba_fields(shape),
     )
 
@@ -148,7 +148,7 @@ def _attention_fields(shape: ModelShape, parallel: ParallelContext) -> dict[str,
     }
 
 
-def _moe_fields(shape: ModelShape, expert_bias_rate: float) -> dict[str, Any]:
+def _moe_fields(shape: ModelShape, parallel: ParallelContext, expert_bias_rate: float) -> dict[str, Any]:
     moe = shape.moe
     if moe is None or not shape.has("moe"):
         return {}
@@ -168,7 +168,7 @@ def _moe_fields(shape: ModelShape, expert_bias_rate: float) -> dict[str, Any]:
         "moe_aux_loss_coeff": moe.aux_loss or 0.0,
         "moe_z_loss_coeff": moe.z_loss,
         "moe_router_dtype": "fp32",
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": parallel.dispatcher,
         "moe_grouped_gemm": False,
     }
 

@@ -75,6 +75,7 @@ def start_parallel(recipe: Recipe) -> ParallelContext:
         layout.context,
         virtual_pipeline=layout.virtual_pipeline,
         sequence_parallel=layout.sequence_parallel,
+        dispatcher=layout.dispatcher,
         seed=recipe.seed,
     )
 

@@ -25,12 +25,15 @@ LAYOUTS: Mapping[str, Layout] = {
     "TP2": Layout({"tensor": 2, "sequence_parallel": False}, without_experts=True),
     "TP2+SP": Layout({"tensor": 2}),
     "PP2": Layout({"pipeline": 2}),
+    "PP2 recomputing": Layout({"pipeline": 2, "recompute": "full"}),
     "VPP2": Layout({"pipeline": 2, "virtual_pipeline": 2}),
     "EP2": Layout({"expert": 2}),
+    "EP2 gathering": Layout({"expert": 2, "dispatcher": "allgather"}),
     "CP2": Layout({"context": 2}),
     "EP2xETP2": Layout({"tensor": 2, "expert": 2, "expert_tensor": 2}, ranks=4),
     "TP2xPP2": Layout({"tensor": 2, "pipeline": 2}, ranks=4),
     "TP2xEP2": Layout({"tensor": 2, "expert": 2}, ranks=4),
+    "TP2xCP2": Layout({"tensor": 2, "context": 2}, ranks=4),
     "PP2xEP2": Layout({"pipeline": 2, "expert": 2}, ranks=4),
 }
 MODES = ("soft", "hard")
