@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.train import harness
 from tests.train.harness import in_new_process, plain_recipe, rows, stored
