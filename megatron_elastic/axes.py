@@ -284,7 +284,7 @@ class ElasticSpace:
         problems = [
             f"parallel.{key} {ranks} does not divide elastic.shard_groups {self.shard_groups}; choose a divisor or raise shard_groups"
             for key, ranks in (("tensor", tensor_parallel), ("expert_tensor", expert_tensor_parallel))
-            if self.shard_groups % ranks
+            if self.shard_groups % ranks and (key == "tensor" or ranks != tensor_parallel)
         ]
         for spec in self.axes:
             shards = {"tensor": tensor_parallel, "expert": expert_parallel, "": 1}[spec.sharded]

@@ -38,7 +38,7 @@ class ParallelContext:
     pipeline: int
     virtual_pipeline: int
     sequence_parallel: bool
-    dispatcher: str
+    dispatcher: Literal["alltoall", "allgather"]
     expert: int
     expert_tensor: int
     context: int

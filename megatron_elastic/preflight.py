@@ -218,7 +218,7 @@ def _expert_problems(model: ModelShape, parallel: ParallelConfig) -> list[str]:
             f"parallel.{key} {size} needs a mixture of experts; set it to 1"
             for key, size in (("expert", parallel.expert), ("expert_tensor", parallel.expert_tensor or 1))
             if size > 1 and not (key == "expert_tensor" and size == parallel.tensor)
-        ]
+        ] + [f"parallel.dispatcher {parallel.dispatcher!r} needs a mixture of experts; remove it"] * (parallel.dispatcher != "alltoall")
     found = [
         f"parallel.{key} {ranks} does not divide model.moe.{name} {size}"
         for key, ranks, name, width in (

@@ -90,7 +90,7 @@ class DistillConfig:
     """Tokens whose logits exist at a time."""
     teacher_bytes: float = 2e9
     """Memory for the frozen parent's final hidden states on a rank of the last stage: with a pipeline the parent runs ahead of the student over
-    as many microbatches as fit. Without one it runs microbatch by microbatch."""
+    as many microbatches as fit, at least one (with virtual_pipeline one for each rank of the pipeline). Without one it runs microbatch by microbatch."""
     offload: bool = False
     """Whether those states wait in host memory."""
 

@@ -105,11 +105,8 @@ class ElasticHandle:
             decision = plan
         if decision is not None and decision.kept:
             raise_all(UnsupportedError, slice_problems(self.config), "use")
-        before, self._slot.decision = self._slot.decision, decision
-        try:
+        with self._slot.holding(decision):
             yield
-        finally:
-            self._slot.decision = before
 
     def summary(self) -> str:
         """One line: what was attached on this rank."""

@@ -56,10 +56,10 @@ def model_configs(
     expert_bias_rate: float = 0.0,
     recompute: Recompute = Recompute.NONE,
 ) -> ModelConfigs:
-    """megatron-core's configs of `shape` on a layout: no dropout, no fused kernels, token-mean loss, sequence parallelism with TP.
+    """megatron-core's configs of `shape` on a layout: no dropout, no fused kernels, token-mean loss.
 
     expert_bias_rate: how far megatron-core moves the experts' selection bias a step; 0 freezes it.
-    recompute: of which only the selective one is megatron-core's.
+    recompute: the selective one is megatron-core's; the full one is ours (`models/recompute.py`) and sets nothing here.
     Raises ConfigError listing everything megatron-core cannot say and every size the layout does not divide, UnsupportedError for
     what it computes wrongly.
     """

@@ -79,8 +79,10 @@ class _Replayed(AbstractContextManager[None]):
         self._replays, self._stack = replays, ExitStack()
 
     def __enter__(self) -> None:
-        for replay in self._replays:
-            self._stack.enter_context(replay())
+        with ExitStack() as opened:
+            for replay in self._replays:
+                opened.enter_context(replay())
+            self._stack = opened.pop_all()
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)

@@ -279,6 +279,7 @@ def _allow_unequal_shares(torch: Any) -> None:
     def all_gather(tensor_list: list[Any], tensor: Any, group: Any = None, async_op: bool = False) -> Any:  # noqa: FBT001, FBT002 - torch's
         if not unequal(tensor_list):
             return gather(tensor_list, tensor, group, async_op)
+        assert not async_op, "unequal shares are gathered at once"
         tensor_list[dist.get_rank(group)].copy_(tensor)
         for rank, share in enumerate(tensor_list):
             dist.broadcast(share, group_src=rank, group=group)
@@ -287,6 +288,7 @@ def _allow_unequal_shares(torch: Any) -> None:
     def reduce_scatter(output: Any, input_list: list[Any], *args: Any, group: Any = None, **kwargs: Any) -> Any:
         if not unequal(input_list):
             return scatter(output, input_list, *args, group=group, **kwargs)
+        assert not args and not kwargs, "unequal shares are summed, and at once"
         for rank, share in enumerate(input_list):
             total = share.clone()
             dist.all_reduce(total, group=group)

@@ -5,18 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from megatron_elastic.distill.losses import OutputLoss, OutputLossTerms, chunked_output_loss
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.recipe import DistillConfig
 from megatron_elastic.train.data import MicroBatch, packed_seq_params
-
-
-def unwrap(chunk: Any) -> Any:
-    """The part of the model inside megatron's DDP."""
-    return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
 
 
 def hidden_states(model: Any, batch: MicroBatch) -> torch.Tensor:

@@ -177,7 +177,9 @@ def check_rounds(stage: StageConfig, parallel: ParallelContext) -> None:
 def check_teacher(run: Run) -> None:
     """At the first elastic step the model is the parent: KL(parent || full budget) must be 0. Raises CheckpointError if it is not."""
     stage, parallel = run.stage, run.parallel
-    row = fixed_batches(run.datasets().valid, 1, micro_batch_size=1, data_rank=parallel.data_rank, data_size=parallel.data)[0]
+    row = fixed_batches(
+        run.datasets().valid, 1, micro_batch_size=stage.micro_batch_size, data_rank=parallel.data_rank, data_size=parallel.data
+    )[0]
     batch = share_of_context(row, parallel)
     terms = replace(loss_terms(run.recipe.model.vocab_size, run.recipe.distill, elastic=True), kl_weight=1.0)
     parents = map_microbatches([run.teacher], parallel, [batch], lambda _, hidden: hidden)

@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.train.data import MicroBatch
-from megatron_elastic.train.forward import hidden_states, unwrap
+from megatron_elastic.train.forward import hidden_states
 
 T = TypeVar("T")
 StepLoss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]
@@ -33,7 +33,7 @@ def train_microbatches(
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
         batch = next(iterator)
-        return forward(unwrap(chunk), batch), partial(loss, batch)
+        return forward(chunk.module, batch), partial(loss, batch)
 
     return _schedule(chunks, parallel)(
         forward_step_func=step, forward_only=False, **_options(chunks, batches), num_microbatches=len(batches)
@@ -48,19 +48,22 @@ def map_microbatches(
 
     def step(iterator: Any, part: Any) -> tuple[torch.Tensor, Any]:
         batch = next(iterator)
-        return hidden_states(unwrap(part), batch), lambda hidden, **_: compute(batch, hidden)
+        return hidden_states(part, batch), lambda hidden, **_: compute(batch, hidden)
 
+    # The interleaved schedule runs whole rounds of the pipeline: the last microbatch fills up, and its copies are left out again.
+    whole = [*batches, *[batches[-1]] * (-len(batches) % parallel.pipeline if len(parts) > 1 else 0)]
     training = [part.training for part in parts]
     for part in parts:
         part.eval()
     try:
-        return _schedule(parts, parallel)(
+        found = _schedule(parts, parallel)(
             forward_step_func=step,
             forward_only=True,
             collect_non_loss_data=True,
-            **_options(parts, batches),
-            num_microbatches=len(batches),
+            **_options(parts, whole),
+            num_microbatches=len(whole),
         )
+        return found[: len(batches)]
     finally:
         for part, was in zip(parts, training, strict=True):
             part.train(was)

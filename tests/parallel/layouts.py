@@ -45,6 +45,7 @@ def models() -> dict[str, ModelShape]:
     assert moe.moe is not None and hybrid.moe is not None
     return {
         "dense": tiny_dense(gated=False, tied_embeddings=True),
+        "dense, gated": tiny_dense(),
         "moe": replace(moe, moe=replace(moe.moe, aux_loss=0.02, z_loss=0.03)),
         "hybrid": replace(hybrid, layer_pattern="ME*-ME*M", tied_embeddings=False),
         "hybrid without experts": replace(hybrid, layer_pattern="M-*M", moe=None),
@@ -62,7 +63,7 @@ def cases() -> list[tuple[str, str, str]]:
                 or (model == "hybrid without experts") != (layout.without_experts and not shape.is_gpt)
             ):
                 continue
-            if "expert" in layout.parallel and not shape.has("moe"):
+            if "expert" in layout.parallel and not shape.has("moe") or (model == "dense, gated" and not layout.without_experts):
                 continue
             if "virtual_pipeline" in layout.parallel and not shape.is_gpt and not interleaves_hybrid():
                 continue

@@ -1,4 +1,5 @@
-"""A run that was saved in the middle of an elastic stage at TP2 x PP2 goes on at EP2 and on one process as if it had never moved.
+"""A run that was saved in the middle of an elastic stage at TP2 x PP2 goes on at EP2 and on one process as if it had never moved;
+a whole run on other layouts is that of one process.
 
 Run: pytest tests/parallel/test_moving_run.py
 """
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from megatron_elastic.config import load_recipe, to_plain
 from tests.train import harness
 from tests.train.harness import in_new_process, plain_recipe, rows, stored
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 SAVED = "step-short-0000002"
 STAGES = [
     {"name": "parent", "elastic": False, "steps": 2, "lr": 4e-3},
@@ -96,3 +99,37 @@ def assert_close(moved: Path, stayed: Path, name: str) -> None:
             far[key] = error
     assert not far, far
     assert any("exp_avg" in key for key in expected)
+
+
+SHORT = (
+    *(
+        "stages.parent.steps=2",
+        "stages.short.steps=2",
+        "stages.long.steps=1",
+        "stages.parent.warmup_steps=0",
+        "stages.short.warmup_steps=0",
+    ),
+    *("stages.long.warmup_steps=0", "router.samples_per_decision=4", "router.learn_share=1.0", "eval.interval=1", "eval.samples=3"),
+    *(
+        f"stages.{stage}.{key}"
+        for stage in ("parent", "short")
+        for key in ("sequence_length=64", "global_batch_size=8", "micro_batch_size=2")
+    ),
+    *("stages.long.sequence_length=128", "stages.long.global_batch_size=8", "stages.long.micro_batch_size=2", "optimizer.eps=1e-4"),
+)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("name", "layout"), [("demo_dense", {"pipeline": 2, "virtual_pipeline": 3}), ("demo_hybrid", {"context": 2})], ids=["VPP", "CP2"]
+)
+def test_a_whole_run_is_the_same_on_a_layout(ranks: Any, data: Path, tmp_path: Path, name: str, layout: dict[str, int]) -> None:
+    """Both kinds of stage, the check of the teacher, and evaluation over an odd number of microbatches."""
+    recipe = load_recipe(RECIPES / f"{name}.yaml", [f"data.path={data}", *SHORT])
+    for run_dir, world, parallel in ((tmp_path / "one", 1, {}), (tmp_path / "two", 2, layout)):
+        ranks(trained, world, to_plain(recipe) | {"run_dir": str(run_dir), "parallel": parallel}, None)
+    for kind in ("train", "eval"):
+        found, expected = rows(tmp_path / "two", kind), rows(tmp_path / "one", kind)
+        assert len(found) == len(expected) > 4
+        for two, one in zip(found, expected, strict=True):
+            assert two["loss"] == pytest.approx(one["loss"], rel=2e-5), (kind, one["stage"], one["step"])
