@@ -53,5 +53,6 @@ def test_readme_snippet_runs(parallel: object, monkeypatch: pytest.MonkeyPatch) 
     exec(compile(snippet[1], "README.md", "exec"), names)
     assert names["logits"].shape == (1, 32, 264)
     assert all(
-        type(module).__module__.startswith(("megatron.core", "torch", "megatron_elastic.models")) for module in names["model"].modules()
+        type(module).__module__.startswith(("megatron.core", "torch", "megatron_elastic.models", "megatron_elastic.platform"))
+        for module in names["model"].modules()
     )

@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_elastic.elastic.router_module import ElasticAlltoAllDispatcher, ElasticTopKRouter, router_problems
 from megatron_elastic.parallel import ParallelContext
+from megatron_elastic.platform import router as mended_router
 from megatron_elastic.platform.versions import Generation, forget_router_losses, megatron_generation, moe_spec
 
 HIDDEN, EXPERTS, TOPK = 20, 12, 4
@@ -144,7 +145,8 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         seen.append(loss.item())
         return real.apply(activation, loss)
 
-    monkeypatch.setattr(megatron_router, "MoEAuxLossAutoScaler", SimpleNamespace(apply=apply))
+    for module in (megatron_router, mended_router):
+        monkeypatch.setattr(module, "MoEAuxLossAutoScaler", SimpleNamespace(apply=apply))
     return seen
 
 
