@@ -32,7 +32,7 @@ test: ## All tests but the slow ones (about 10 minutes)
 test-parallel: export OMP_NUM_THREADS := 1
 test-parallel: export TORCHDYNAMO_DISABLE := 1
 test-parallel: export ALL_LAYOUTS := 1
-test-parallel: ## A training step on every layout, model and mode (about 10 minutes; `make test` runs a half that changes daily)
+test-parallel: ## A training step on every layout, model and mode (about 10 minutes; CI runs a half that changes daily)
 	@$(PYTEST) tests/parallel -m "not slow and not gpu"
 
 test-slow: export OMP_NUM_THREADS := 1

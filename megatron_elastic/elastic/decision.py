@@ -154,6 +154,8 @@ def _segment_weights(segment: Segment, size: int, groups: int, weights: torch.Te
     """Weights [size] of a segment of `groups` groups from those of one group's components and of one component's entries."""
     if weights is None and units is None:
         return torch.ones(size)
+    if weights is None:
+        groups = 1  # those of an axis that is not elastic: a shard need not hold whole ones
     block = size // groups
     result = None if weights is None else weights.repeat_interleave(block // weights.numel())
     if units is not None:

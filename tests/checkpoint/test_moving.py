@@ -91,7 +91,7 @@ def state_of(checkpoint: Path, shape: ModelShape) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ROUTES)
+@pytest.mark.parametrize("name", [pytest.param("hybrid", marks=pytest.mark.slow), "moe", "tied"])
 def test_a_move_changes_nothing(ranks, parallel, tmp_path, name):
     shape = SHAPES[name]
     route = ROUTES[name]

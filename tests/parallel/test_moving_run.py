@@ -65,6 +65,7 @@ def data(tmp_path_factory: Any) -> Path:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_a_run_moves_between_layouts(ranks: Any, data: Path, tmp_path: Path) -> None:
     ranks(trained, 1, recipe_data(tmp_path / "stayed", data, {}), None)
     ranks(trained, 4, recipe_data(tmp_path / "moved", data, {"tensor": 2, "pipeline": 2}), 4)

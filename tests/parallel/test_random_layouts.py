@@ -85,6 +85,7 @@ def _few_groups(*axes: ElasticAxis) -> tuple[ModelShape, ElasticSpace]:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_more_ranks_than_kv_groups_equal_one_process(ranks: Any, _one_process: ParallelContext, tmp_path: Path) -> None:
     shape, space = _few_groups(ElasticAxis.HIDDEN, ElasticAxis.FFN)
     recipe = recipe_of(shape, space, ParallelConfig(tensor=4), length=12, micro=2)

@@ -180,7 +180,11 @@ CASES: dict[Callable[[], None], tuple[int, str, str, tuple[str, ...]]] = {
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("fault", CASES, ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(case, marks=[pytest.mark.slow] if case in (killed_in_a_collective, killed_while_writing) else []) for case in CASES],
+    ids=lambda function: function.__name__,
+)
 def test_the_others_stop_and_nothing_is_lost(fault: Callable[[], None], whole: Path, data: Path, tmp_path: Path) -> None:
     victim, activity, source, changes = CASES[fault]
     ranks = start(tmp_path / "run", data, *changes, faults={victim: fault})
