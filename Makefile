@@ -26,7 +26,7 @@ check: lint ## For each edit, under 2 minutes: lint, types, the fast tests
 
 test: export OMP_NUM_THREADS := 1
 test: export TORCHDYNAMO_DISABLE := 1
-test: ## All tests but the slow ones (about 10 minutes)
+test: ## All tests but the slow ones
 	@$(PYTEST) -m "not slow and not gpu"
 
 test-parallel: export OMP_NUM_THREADS := 1

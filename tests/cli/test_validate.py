@@ -104,6 +104,30 @@ def test_notes_about_data():
             "micro_batch_size 8 x 2 replicas that share experts (parallel.expert 2) = 16 samples are computed together",
         ),
         (["parallel.pipeline=4"], "parallel.pipeline 4 does not divide the 6 layers of model.layer_pattern"),
+        (["parallel.pipeline=2", "parallel.virtual_pipeline=2"], "parallel.pipeline 2 x virtual_pipeline 2 does not divide the 6 layers"),
+        (["parallel.virtual_pipeline=2"], "parallel.virtual_pipeline 2 needs parallel.pipeline above 1; set it to 1"),
+        (["parallel.sequence_parallel=true"], "parallel.sequence_parallel true needs parallel.tensor above 1; remove it"),
+        (["parallel.tensor=2", "parallel.sequence_parallel=false"], "megatron-core trains experts under tensor parallelism with it only"),
+        (
+            ["parallel.tensor=2", "parallel.expert=2", "parallel.expert_tensor=4"],
+            "parallel.expert_tensor 4 does not divide elastic.shard_groups 2",
+        ),
+        (
+            ["elastic=null", "stages=[]", "parallel.context=4", "parallel.expert=2", "parallel.expert_tensor=3"],
+            "parallel.expert 2 x expert_tensor 3 = 6 ranks and tensor 1 x context 4 = 4 ranks: one must divide the other",
+        ),
+        (
+            ["parallel.context=2", "parallel.tensor=2", "stages.short.sequence_length=130", "stages.short.micro_batch_size=1"],
+            "micro_batch_size 1 x sequence_length 130 = 130 tokens are cut into 8 (parallel.tensor 2, context 2); use a multiple",
+        ),
+        (
+            ["elastic=null", "stages=[]", "parallel.dispatcher=allgather", "model.layer_pattern=M*-M"],
+            "parallel.dispatcher 'allgather' needs a mixture of experts; remove it",
+        ),
+        (
+            ["elastic=null", "stages=[]", "parallel.context=3"],
+            "parallel.context 3: a tensor-parallel rank has 4 of the 4 model.mamba.groups, and one number must divide the other",
+        ),
         (["parallel.tensor=2", "model.padded_vocab_size=265"], "parallel.tensor 2 does not divide model.padded_vocab_size 265"),
         (["elastic=null", "stages=[]", "parallel.tensor=3"], "parallel.tensor 3 does not divide model.mlp.ffn 512"),
         (

@@ -31,11 +31,6 @@ from tests.train.harness import RECIPE, command, in_new_process, in_new_processe
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: Any) -> Path:
-    return in_new_process(harness.write_data, tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
 def parent(tmp_path_factory: Any, data: Path) -> Path:
     """The run of a parent alone."""
     directory = tmp_path_factory.mktemp("parent") / "run"
@@ -325,6 +320,11 @@ BAD_ON_RANKS: dict[str, tuple[list[str], list[str], str]] = {
         ["parallel.pipeline=2", "parallel.virtual_pipeline=2"],
         ["parallel.pipeline=2", "parallel.virtual_pipeline=2"],
         "parallel.pipeline 2 x virtual_pipeline 2 does not divide the 6 layers",
+    ),
+    "rounds": (
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=3", "stages.parent.global_batch_size=6"],
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=3", "stages.parent.global_batch_size=6"],
+        "stages.parent: global_batch_size 6 gives each of 1 replicas 3 microbatches, not a multiple of parallel.pipeline 2",
     ),
     "replicas": (
         ["stages.long.micro_batch_size=8", "router.samples_per_decision=8"],

@@ -26,11 +26,6 @@ NEAR = 0.01
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: Any) -> Path:
-    return in_new_process(harness.write_data, tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
 def fp32(tmp_path_factory: Any, data: Path) -> Path:
     """The directory of the same run in fp32."""
     directory = tmp_path_factory.mktemp("fp32") / "run"

@@ -24,7 +24,7 @@ import torch
 
 from megatron_elastic.train.faults import during, sign_of_loss
 from tests.train import harness
-from tests.train.harness import RECIPE, die, different, in_new_process, rows, stored
+from tests.train.harness import RECIPE, die, different, rows, stored
 from tests.train.test_bad_input import free_port
 
 EXIT_SECONDS = 60.0
@@ -96,11 +96,6 @@ def finish(run_dir: Path, data: Path, *changes: str) -> str:
     ranks = start(run_dir, data, *changes)
     assert [rank.end(harness.SECONDS) for rank in ranks] == [0, 0], ranks[0].text + ranks[1].text
     return ranks[0].text
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: Any) -> Path:
-    return in_new_process(harness.write_data, tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")

@@ -33,11 +33,6 @@ BUDGETS = ["full", "medium", "small"]
 AXES = read_yaml(RECIPE)["elastic"]["axes"]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: Any) -> Path:
-    return in_new_process(harness.write_data, tmp_path_factory.mktemp("text"))
-
-
 def recorded_run(run_dir: Path, data: Path) -> dict[str, Any]:
     """Train, and count what megatron-core was asked to do."""
     from megatron.core.datasets.gpt_dataset import GPTDataset

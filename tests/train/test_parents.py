@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_elastic.checkpoint import open_checkpoint
 from megatron_elastic.space import resize
-from tests.train import harness
 from tests.train.harness import command, in_new_process, rows
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -25,12 +23,6 @@ SMALLER = (
     *("stages.short.warmup_steps=1", "stages.long.warmup_steps=0", "router.samples_per_decision=4", "router.learn_share=0.6"),
     *("eval.interval=3", "eval.samples=3", "checkpoint.interval=2"),
 )
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: Any) -> Path:
-    """The text of all runs."""
-    return in_new_process(harness.write_data, tmp_path_factory.mktemp("text"))
 
 
 def _run(*arguments: str) -> str:

@@ -19,11 +19,6 @@ LAST = "stage-long"
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: Any) -> Path:
-    return in_new_process(harness.write_data, tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
 def whole(tmp_path_factory: Any, data: Path) -> Path:
     """The directory of an uninterrupted run."""
     directory = tmp_path_factory.mktemp("whole") / "run"

@@ -40,6 +40,7 @@ class _CarefulFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """As torch's; what is written goes through a `CarefulFile`, which keeps the checksum."""
         with super().create_stream(path, mode) as stream:
             if mode != "wb":
                 yield stream
