@@ -113,7 +113,7 @@ def window_sizes(run: Run, count: int) -> list[int]:
     parallel, stage = run.parallel, run.stage
     if parallel.pipeline == 1:
         return [1] * count
-    tokens = stage.micro_batch_size * stage.sequence_length // (parallel.context * (parallel.tensor if parallel.sequence_parallel else 1))
+    tokens = stage.micro_batch_size * stage.sequence_length // (parallel.context * run.recipe.parallel.token_shards)
     state = tokens * run.recipe.model.hidden_size * parameter_dtype(run.recipe).itemsize
     return windows(count, state, run.recipe.distill.teacher_bytes, parallel.pipeline if parallel.virtual_pipeline > 1 else 1)
 
