@@ -34,7 +34,12 @@ LAYOUTS: Mapping[str, Layout] = {
     "TP2xPP2": Layout({"tensor": 2, "pipeline": 2}, ranks=4),
     "TP2xEP2": Layout({"tensor": 2, "expert": 2}, ranks=4),
     "TP2xCP2": Layout({"tensor": 2, "context": 2}, ranks=4),
+    "TP2xVPP2": Layout({"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}, ranks=4),
     "PP2xEP2": Layout({"pipeline": 2, "expert": 2}, ranks=4),
+    "PP2xCP2": Layout({"pipeline": 2, "context": 2}, ranks=4),
+    "VPP2xEP2": Layout({"pipeline": 2, "virtual_pipeline": 2, "expert": 2}, ranks=4),
+    "VPP2xCP2": Layout({"pipeline": 2, "virtual_pipeline": 2, "context": 2}, ranks=4),
+    "EP2xCP2": Layout({"expert": 2, "context": 2}, ranks=4),
 }
 MODES = ("soft", "hard")
 

@@ -222,6 +222,8 @@ class Summary:
     unsupported: Counter[str]
     built: list[Case]
     failures: list[str]
+    tried: int = 0
+    """Different layouts and kinds of model."""
 
 
 def _filled(output: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -272,6 +274,7 @@ def try_layouts(examples: int) -> Summary:
             dist.destroy_process_group()
 
     check()
+    summary.tried = len(seen)
     summary.failures = [text for _, text in sorted(failed)]
     return summary
 
