@@ -263,7 +263,7 @@ def measure(options: Options) -> dict[str, Any]:
     if space is None:
         raise ConfigError(f"{options.shape} has no elastic block, so no budgets; give a recipe that has one")
     check_sequence_length(recipe.model, options.sequence, "--sequence")
-    left_out = {f"{kind} {n}": _reason_against(recipe, space, kind, n) for kind in ("EP", "TP") for n in RANKS}
+    left_out = {f"{kind} {n}": _reason_against(recipe, kind, n) for kind in ("EP", "TP") for n in RANKS}
     expert, tensor = ([n for n in RANKS if not left_out[f"{kind} {n}"]] for kind in ("EP", "TP"))
     found: list[Balance] = []
     if expert:
@@ -289,11 +289,10 @@ def measure(options: Options) -> dict[str, Any]:
     }
 
 
-def _reason_against(recipe: Recipe, space: ElasticSpace, kind: str, ranks: int) -> str:
+def _reason_against(recipe: Recipe, kind: str, ranks: int) -> str:
     """Why this layout is not counted: the family does not run on it, or ranks repeat each other's work; empty when it is."""
     parallel = ParallelConfig(expert=ranks) if kind == "EP" else ParallelConfig(tensor=ranks)
-    problems = space.check_shards(parallel.tensor, parallel.expert, parallel.expert_shards)
-    problems += recipe_problems(replace(recipe, parallel=parallel, stages=()))
+    problems = recipe_problems(replace(recipe, parallel=parallel, stages=()))
     attention = recipe.model.attention
     if attention is not None and recipe.model.has("attention") and parallel.tensor > attention.kv_groups:
         problems.append(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatron_elastic.export.generate import Continuation, GenerateOptions, generate
     from megatron_elastic.export.load import load_model
     from megatron_elastic.export.sampling import Sampling
-    from megatron_elastic.export.verify import write_submodel
+    from megatron_elastic.export.write import write_submodel
     from megatron_elastic.memory import MemoryTarget, memory_bytes
     from megatron_elastic.models.build import build_model
     from megatron_elastic.parallel import ParallelContext
@@ -142,7 +142,7 @@ _HOMES = {
     ),
     "export.load": ("load_model",),
     "export.sampling": ("Sampling",),
-    "export.verify": ("write_submodel",),
+    "export.write": ("write_submodel",),
     "memory": (
         "MemoryTarget",
         "memory_bytes",

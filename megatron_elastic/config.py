@@ -18,6 +18,7 @@ import dacite
 
 from megatron_elastic.axes import ElasticAxis, ElasticSpace
 from megatron_elastic.errors import ConfigError, ElasticError, PlanError, raise_all
+from megatron_elastic.fit import space_problems
 from megatron_elastic.formats import RECIPE
 from megatron_elastic.recipe import ElasticConfig, PinnedBudget, Recipe, StageConfig
 from megatron_elastic.recipe_files import apply_overrides, key_problems, read_yaml
@@ -127,7 +128,7 @@ def _elastic_problems(recipe: Recipe, elastic: ElasticConfig) -> list[str]:
     try:
         space = recipe.space
         assert space is not None
-        problems += space.check_shards(recipe.parallel.tensor, recipe.parallel.expert, recipe.parallel.expert_shards)
+        problems += space_problems(space, recipe.model, recipe.parallel.sizes)
         for name, budget in elastic.budgets.items():
             if isinstance(budget, PinnedBudget):
                 problems += _pinned_problems(space, f"elastic.budgets.{name}.plan", budget)

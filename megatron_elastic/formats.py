@@ -56,7 +56,17 @@ VERSIONS = FileFormat(version=1, also_read=(None,), remedy="remove it to go on w
 """versions.json in a run: package -> version."""
 FAMILY = FileFormat(version=1)
 """family.json in a run: budget -> plan, cost, target."""
+NESTED = FileFormat(version=1, remedy="export the family again with this release")
+"""elastic.json beside the weights of a parent in a Hugging Face directory: its axes and its budgets' plans."""
+RANKING = FileFormat(version=1, remedy="rank the model again with this release")
+"""The metadata of a ranking: a safetensors file of scores."""
+SORTED = FileFormat(version=1, remedy="sort the model again with this release")
+"""sorted.json beside the weights of a sorted model in a Hugging Face directory."""
+ORIGIN = FileFormat(version=1, remedy="import the model again with this release")
+"""origin.json among the assets of an imported model: its name and its licence."""
 VERIFY = FileFormat(version=1, remedy="run `megatron-elastic verify` on the run again")
 """verify.json in a run."""
+EVAL = FileFormat(version=1)
+"""What `megatron-elastic eval --json` writes."""
 REPORT = FileFormat(version=2)
 """report.json beside a report. Version 2 has the widths of every plan, and plots in a directory of their own."""

@@ -7,11 +7,12 @@ when a context is made, not when this module is.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 from megatron_elastic.errors import ConfigError, ElasticError, raise_all
+from megatron_elastic.fit import LayoutSizes
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -87,16 +88,22 @@ class ParallelContext:
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        if expert_tensor is None:
-            expert_tensor = expert_tensor_default(tensor, expert)
-        if sequence_parallel is None:
-            sequence_parallel = tensor > 1
+        sizes = LayoutSizes.of(
+            tensor=tensor,
+            pipeline=pipeline,
+            virtual_pipeline=virtual_pipeline,
+            sequence_parallel=sequence_parallel,
+            dispatcher=dispatcher,
+            expert=expert,
+            expert_tensor=expert_tensor,
+            context=context,
+        )
         owns = not dist.is_initialized()
         if owns:
             _start_processes(backend)
         world = dist.get_world_size()
         try:
-            raise_all(ConfigError, layout_problems(world, tensor, pipeline, expert, expert_tensor, context, virtual_pipeline), "layout")
+            raise_all(ConfigError, sizes.problems() + sizes.process_problems(world), "layout")
         except ConfigError:
             if owns:
                 dist.destroy_process_group()
@@ -106,21 +113,14 @@ class ParallelContext:
             pipeline_model_parallel_size=pipeline,
             context_parallel_size=context,
             expert_model_parallel_size=expert,
-            expert_tensor_parallel_size=expert_tensor,
+            expert_tensor_parallel_size=sizes.expert_tensor,
             create_gloo_process_groups=dist.get_backend() != "fake",  # torch's fake ranks, for tests of layouts, have no other backend
             distributed_timeout_minutes=COLLECTIVE_MINUTES,  # pyright: ignore[reportArgumentType] - it makes a timedelta of it
         )
         model_parallel_cuda_manual_seed(seed)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         return cls(
-            tensor=tensor,
-            pipeline=pipeline,
-            virtual_pipeline=virtual_pipeline,
-            sequence_parallel=sequence_parallel,
-            dispatcher=dispatcher,
-            expert=expert,
-            expert_tensor=expert_tensor,
-            context=context,
+            **asdict(sizes),
             data=groups.dp.size(),
             rank=dist.get_rank(),
             world_size=world,
@@ -142,6 +142,11 @@ class ParallelContext:
         dissolve_groups()
         if self.owns_processes:
             dist.destroy_process_group()
+
+    @property
+    def sizes(self) -> LayoutSizes:
+        """The sizes of the layout, without this process' place in it."""
+        return LayoutSizes(**{field.name: getattr(self, field.name) for field in fields(LayoutSizes)})
 
     @property
     def is_main(self) -> bool:
@@ -250,28 +255,3 @@ def _start_processes(backend: str) -> None:
         dist.init_process_group(backend, timeout=timedelta(minutes=COLLECTIVE_MINUTES))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
-
-def expert_tensor_default(tensor: int, expert: int) -> int:
-    """Tensor parallelism of the experts where none is asked for: that of the other layers, but whole experts with expert parallelism."""
-    return tensor if expert == 1 else 1
-
-
-def layout_problems(
-    world: int, tensor: int, pipeline: int, expert: int, expert_tensor: int, context: int, virtual_pipeline: int
-) -> list[str]:
-    """Why `world` processes cannot be divided this way, one line each."""
-    dense, experts, found = tensor * pipeline * context, expert_tensor * expert * pipeline, []
-    if world % dense:
-        found.append(
-            f"parallel.tensor {tensor} x pipeline {pipeline} x context {context} does not divide the {world} processes; "
-            f"start a multiple of {dense}"
-        )
-    if world % experts:
-        found.append(
-            f"parallel.expert {expert} x expert_tensor {expert_tensor} x pipeline {pipeline} does not divide the {world} processes; "
-            f"start a multiple of {experts} or lower parallel.expert"
-        )
-    if virtual_pipeline > 1 and pipeline == 1:
-        found.append(f"parallel.virtual_pipeline {virtual_pipeline} needs parallel.pipeline above 1; set it to 1")
-    return found

@@ -6,16 +6,18 @@ a run refuses to start on the same problems.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_elastic.axes import SubmodelPlan, Width
+from megatron_elastic.axes import SubmodelPlan
 from megatron_elastic.cost import cost_function
 from megatron_elastic.errors import ConfigError, PlanError
+from megatron_elastic.fit import model_problems, release_problems, space_problems
 from megatron_elastic.plan_coordinates import Cost
 from megatron_elastic.planning import check_targets, plan_cost, reachable, uniform_family, uniform_plan
-from megatron_elastic.recipe import ParallelConfig, PinnedBudget, Recipe, StageConfig
-from megatron_elastic.shape import AttentionShape, ModelShape
-from megatron_elastic.space import attention_problems, context_problems, parent_plan
+from megatron_elastic.recipe import PinnedBudget, Recipe, StageConfig
+from megatron_elastic.shape import ModelShape
+from megatron_elastic.space import parent_plan
 
 
 def cost_sequence_length(recipe: Recipe) -> int:
@@ -54,7 +56,9 @@ def budget_targets(recipe: Recipe, cost: Cost) -> dict[str, float]:
 
 
 def absolute_target(target: float, parent: float) -> float:
-    """A target cost as it stands, or, up to 1, as a fraction of the parent's."""
+    """A target cost as it stands, or, up to 1, as a fraction of the parent's. Raises PlanError for one that is not above 0."""
+    if not target > 0:
+        raise PlanError(f"target {target:g} must be above 0")
     return float(target * parent if target <= 1 else target)
 
 
@@ -72,16 +76,17 @@ def wanted(recipe: Recipe, cost: Cost) -> dict[str, float | SubmodelPlan]:
     return {name: pinned.get(name, target) for name, target in budget_targets(recipe, cost).items()}
 
 
-def plan_of_target(recipe: Recipe, target: float, cost: Cost) -> SubmodelPlan:
+def plan_of_target(recipe: Recipe, target: float, cost: Cost, plans: Mapping[str, SubmodelPlan] | None = None) -> SubmodelPlan:
     """The uniform plan at an absolute cost between the recipe's budgets: nested in the next larger budget's plan, the next smaller one's in it.
 
+    plans: of the budgets; None: those of `budget_plans`.
     The plan of a budget itself at that budget's target. Raises PlanError for a target that no plan reaches within the final tolerance,
     naming the nearest cost that one does.
     """
     space, tolerance = recipe.space, recipe.router.tolerance[1]
     if space is None:
         raise PlanError("the recipe has no elastic block, so that there is no plan for a target; add one")
-    plans, targets = budget_plans(recipe, cost), budget_targets(recipe, cost)
+    plans, targets = budget_plans(recipe, cost) if plans is None else plans, budget_targets(recipe, cost)
     equal = [name for name in plans if targets[name] == target]
     if equal:
         return plans[equal[0]]
@@ -102,11 +107,12 @@ def plan_of_target(recipe: Recipe, target: float, cost: Cost) -> SubmodelPlan:
 
 def recipe_problems(recipe: Recipe) -> list[str]:
     """Every reason why this recipe cannot run, one line each."""
-    problems = unsayable(recipe.model) + _layout_problems(recipe)
+    space, sizes = recipe.space, recipe.parallel.sizes
+    in_layout = model_problems(recipe.model, sizes) + (space_problems(space, recipe.model, sizes) if space else [])
+    problems = list(dict.fromkeys(in_layout)) + release_problems(recipe.model, sizes)
     for number, stage in enumerate(recipe.stages):
         key = f"stages[{number}] ({stage.name})"
         problems += _decision_problems(recipe, stage, key) + _row_problems(recipe, stage, key)
-    space = recipe.space
     if recipe.elastic is None or space is None:
         return problems
     if recipe.elastic.cost == "flops":
@@ -141,107 +147,6 @@ def _decision_problems(recipe: Recipe, stage: StageConfig, key: str) -> list[str
     return problems
 
 
-def _layout_problems(recipe: Recipe) -> list[str]:
-    """What megatron-core's shards need of the parent, whether an axis is elastic or not."""
-    model, parallel = recipe.model, recipe.parallel
-    found = [
-        f"parallel.tensor {parallel.tensor} does not divide model.{key} {size}"
-        for key, width in _tensor_sizes(model).items()
-        for size in distinct(width)
-        if size % parallel.tensor
-    ]
-    if model.attention and model.has("attention"):
-        found += key_value_problems(model.attention, parallel.tensor)
-    found += _expert_problems(model, parallel) + attention_problems(model, recipe.space, parallel.tensor)
-    found += context_problems(model, recipe.space, parallel.tensor, parallel.context)
-    if parallel.sequence_parallel and parallel.tensor == 1:
-        found.append("parallel.sequence_parallel true needs parallel.tensor above 1; remove it")
-    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
-        found.append(f"parallel.virtual_pipeline {parallel.virtual_pipeline} needs parallel.pipeline above 1; set it to 1")
-    return found + parts_problems(model.num_layers, parallel.pipeline, parallel.virtual_pipeline)
-
-
-def unsayable(shape: ModelShape) -> list[str]:
-    """What a shape can say and megatron-core's config cannot, one line each."""
-    found = []
-    if shape.attention and shape.has("attention") and shape.linear_bias and not shape.attention.qkv_bias:
-        found.append(
-            "model.linear_bias true gives megatron-core's query/key/value projection a bias too; set model.attention.qkv_bias to true"
-        )
-    if shape.moe and shape.has("moe") and shape.moe.score == "softmax" and not shape.moe.pre_softmax:
-        if 1 in distinct(shape.moe.topk):
-            found.append("model.moe.topk 1 with a softmax over the chosen makes every gate 1; set model.moe.pre_softmax to true")
-    return found
-
-
-def key_value_problems(attention: AttentionShape, tensor: int) -> list[str]:
-    """Why `tensor` tensor-parallel ranks cannot share the keys and values; one line, or none.
-
-    A rank has whole KV groups or, with more ranks than groups, an equal share of the rows of megatron-core's linear_qkv.
-    """
-    kv, rows = attention.kv_groups, 2 * attention.kv_groups * attention.head_dim
-    if kv % tensor and tensor % kv:
-        return [f"parallel.tensor {tensor} is neither a divisor nor a multiple of model.attention.kv_groups {kv}; change one"]
-    if rows % tensor:
-        return [
-            f"parallel.tensor {tensor} does not divide the {rows} keys and values of a token (2 x model.attention.kv_groups {kv} x head_dim "
-            f"{attention.head_dim}); lower it"
-        ]
-    return []
-
-
-def parts_problems(layers: int, pipeline: int, virtual_pipeline: int) -> list[str]:
-    """One line when `layers` cannot be dealt evenly over all parts of the pipeline (megatron-core 0.16.1 would drop the rest without a word)."""
-    if layers % (pipeline * virtual_pipeline) == 0:
-        return []
-    parts = f"parallel.pipeline {pipeline}" + (f" x virtual_pipeline {virtual_pipeline}" if virtual_pipeline > 1 else "")
-    return [f"{parts} does not divide the {layers} layers of model.layer_pattern"]
-
-
-def _tensor_sizes(model: ModelShape) -> dict[str, Width]:
-    """Key -> size of what is cut over the tensor-parallel ranks."""
-    sizes: dict[str, Width] = {"padded_vocab_size" if model.padded_vocab_size else "vocab_size": model.vocab_rows}
-    if model.attention and model.has("attention"):
-        sizes["attention.heads"] = model.attention.heads
-    if model.mlp and model.has("mlp"):
-        sizes["mlp.ffn"] = model.mlp.ffn
-    if model.moe and model.has("moe") and model.moe.shared_ffn:
-        sizes["moe.shared_ffn"] = model.moe.shared_ffn
-    if model.mamba and model.has("mamba"):
-        sizes |= {"mamba.heads": model.mamba.heads, "mamba.groups": model.mamba.groups}
-    return sizes
-
-
-def _expert_problems(model: ModelShape, parallel: ParallelConfig) -> list[str]:
-    if not (model.moe and model.has("moe")):
-        return [
-            f"parallel.{key} {size} needs a mixture of experts; set it to 1"
-            for key, size in (("expert", parallel.expert), ("expert_tensor", parallel.expert_tensor or 1))
-            if size > 1 and not (key == "expert_tensor" and size == parallel.tensor)
-        ] + [f"parallel.dispatcher {parallel.dispatcher!r} needs a mixture of experts; remove it"] * (parallel.dispatcher != "alltoall")
-    found = [
-        f"parallel.{key} {ranks} does not divide model.moe.{name} {size}"
-        for key, ranks, name, width in (
-            ("expert", parallel.expert, "experts", model.moe.experts),
-            ("expert_tensor", parallel.expert_shards, "ffn", model.moe.ffn),
-        )
-        for size in distinct(width)
-        if size % ranks
-    ]
-    if parallel.tensor > 1 and parallel.sequence_parallel is False:
-        found.append(
-            f"parallel.sequence_parallel false with tensor {parallel.tensor}: megatron-core trains experts under tensor parallelism with it "
-            "only; remove it"
-        )
-    experts, dense = parallel.expert * parallel.expert_shards, parallel.tensor * parallel.context
-    if experts % dense and dense % experts:
-        found.append(
-            f"parallel.expert {parallel.expert} x expert_tensor {parallel.expert_shards} = {experts} ranks and tensor {parallel.tensor} x context "
-            f"{parallel.context} = {dense} ranks: one must divide the other, so that whole replicas exchange tokens"
-        )
-    return found
-
-
 def _row_problems(recipe: Recipe, stage: StageConfig, key: str) -> list[str]:
     """A row of tokens is cut over context-parallel ranks, two chunks each, and a rank's share over the tensor-parallel ones."""
     parallel = recipe.parallel
@@ -253,8 +158,3 @@ def _row_problems(recipe: Recipe, stage: StageConfig, key: str) -> list[str]:
             f"(parallel.tensor {parallel.tensor}, context {parallel.context}); use a multiple"
         ]
     return []
-
-
-def distinct(width: Width) -> tuple[int, ...]:
-    """The different widths of all layers, widest first."""
-    return tuple(sorted(set(width), reverse=True)) if isinstance(width, tuple) else (width,)

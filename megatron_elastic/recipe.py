@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_elastic.axes import ElasticAxis, ElasticSpace, SubmodelPlan
+from megatron_elastic.fit import LayoutSizes
 from megatron_elastic.memory import MemoryTarget
-from megatron_elastic.parallel import expert_tensor_default
 from megatron_elastic.shape import ModelShape
 from megatron_elastic.space import AxisChoices, build_space
 
@@ -141,19 +141,28 @@ class ParallelConfig:
     """What the backward computes again instead of keeping it: core attention (selective), or every layer (full)."""
 
     @property
-    def expert_shards(self) -> int:
-        """Ranks that share every expert."""
-        return expert_tensor_default(self.tensor, self.expert) if self.expert_tensor is None else self.expert_tensor
+    def sizes(self) -> LayoutSizes:
+        """The sizes of the layout, every default filled in."""
+        return LayoutSizes.of(
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+            virtual_pipeline=self.virtual_pipeline,
+            sequence_parallel=self.sequence_parallel,
+            dispatcher=self.dispatcher,
+            expert=self.expert,
+            expert_tensor=self.expert_tensor,
+            context=self.context,
+        )
 
     @property
     def token_shards(self) -> int:
         """Tensor-parallel ranks that divide the tokens of the residual stream."""
-        return self.tensor if self.sequence_parallel in (None, True) else 1
+        return self.tensor if self.sizes.sequence_parallel else 1
 
     @property
     def replicas_together(self) -> int:
         """Replicas that exchange tokens over their experts, and so compute the same size at the same time."""
-        return max(1, self.expert_shards * self.expert // (self.tensor * self.context))
+        return max(1, self.sizes.expert_tensor * self.expert // (self.tensor * self.context))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

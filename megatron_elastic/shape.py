@@ -57,6 +57,8 @@ class AttentionShape:
     """Base of rotary position embeddings; null for no positional encoding."""
     rope_fraction: float = 1.0
     """Share of a head's channels that rotate."""
+    rope_scaling: float | None = None
+    """Factor by which Llama 3 slows its slow rotations, after 8,192 tokens (megatron-core's formula); null for none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

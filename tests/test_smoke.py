@@ -36,7 +36,7 @@ def test_the_demo_for_two_steps(tmp_path: Path) -> None:
     assert [(row["stage"], row["step"]) for row in rows(directory)] == [(s, n) for s in ("parent", "short", "long") for n in (0, 1)]
     succeed("extract", directory, "--out", members)
     assert {path.name for path in members.iterdir()} == {"full", "medium", "small"}
-    succeed("verify", directory, "--members", members, "--data", data, "--samples", "2")
+    succeed("verify", directory, "--members", members, "--data", data, "--tokens", "2000")
     verified = json.loads((directory / "verify.json").read_text(encoding="utf-8"))["budgets"]
     assert set(verified) == {"full", "medium", "small"}
     assert max(max(row["masked_sliced"], row["masked_extracted"]) for row in verified.values()) < 1e-4

@@ -8,7 +8,6 @@ files with their sizes and checksums. Sizes are looked at whenever one is opened
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import Any
 import dacite
 
 from megatron_elastic.axes import AxisSpec, ElasticAxis, ElasticSpace, SubmodelPlan
+from megatron_elastic.checkpoint.new_directory import force_to_disk, new_directory
 from megatron_elastic.checkpoint.streams import checksum_of
 from megatron_elastic.config import to_plain
 from megatron_elastic.errors import CheckpointError
@@ -34,7 +34,11 @@ LATEST = "latest"
 """Name of the pointer file beside the checkpoints of a run."""
 CHECKPOINTS = "checkpoints"
 """Name of the directory of checkpoints inside a run."""
-_IRRELEVANT = {"max_sequence_length", "init_std", "mamba.chunk"}
+RECIPE_FILE = "recipe.yaml"
+"""Name of the resolved recipe in a run."""
+ASSETS = "assets"
+"""Name of the directory of what goes with a model's weights (tokenizer, config.json and so on), in a checkpoint or in a run."""
+_IRRELEVANT = {"max_sequence_length", "init_std", "mamba.chunk", "moe.aux_loss", "moe.z_loss"}
 """Entries of a shape that change no weight."""
 
 
@@ -92,7 +96,7 @@ def open_checkpoint(path: Path) -> CheckpointInfo:
         raise CheckpointError(f"checkpoint {str(path)!r} is half-written: {', '.join(damage)}; use an earlier one")
     try:
         shape = dacite.from_dict(ModelShape, data["shape"], dacite.Config(strict=True, cast=[tuple]))
-        space = None if data["space"] is None else _decode_space(data["space"], shape)
+        space = None if data["space"] is None else decode_space(data["space"], shape)
         plans = {name: SubmodelPlan.from_dict(plan) for name, plan in data["plans"].items()}
         return CheckpointInfo(
             path=path,
@@ -168,7 +172,13 @@ def _decode_axis(data: Mapping[str, Any], shape: ModelShape) -> AxisSpec:
     return AxisSpec(axis, tuple(data["choices"]), data["groups"], layers, data.get("per_layer", False), sharded)
 
 
-def _decode_space(data: Mapping[str, Any], shape: ModelShape) -> ElasticSpace:
+def plain_space(space: ElasticSpace) -> dict[str, Any]:
+    """Plain data of a space, for JSON; `decode_space` reads it."""
+    return {**to_plain(space), "parent": space.parent.to_dict()}
+
+
+def decode_space(data: Mapping[str, Any], shape: ModelShape) -> ElasticSpace:
+    """The space that `plain_space` wrote, for a model of `shape`. Raises KeyError, ValueError or TypeError for anything else."""
     return ElasticSpace(
         axes=tuple(_decode_axis(spec, shape) for spec in data["axes"]),
         parent=parent_plan(shape),
@@ -179,20 +189,19 @@ def _decode_space(data: Mapping[str, Any], shape: ModelShape) -> ElasticSpace:
 
 def check_shape(info: CheckpointInfo, shape: ModelShape) -> None:
     """Raise CheckpointError when the checkpoint is of another model than `shape`, naming every difference."""
-    stored, wanted = flatten(to_plain(info.shape)), flatten(to_plain(shape))
-    keys = [key for key in {**stored, **wanted} if key not in _IRRELEVANT and stored.get(key) != wanted.get(key)]
-    if keys:
-        differences = ", ".join(f"model.{key} is {stored.get(key)!r} there and {wanted.get(key)!r} here" for key in keys)
-        raise CheckpointError(f"checkpoint {str(info.path)!r} is of another model: {differences}")
+    if differences := shape_differences(info.shape, shape):
+        raise CheckpointError(f"checkpoint {str(info.path)!r} is of another model: {', '.join(differences)}")
 
 
-def temporary_name(directory: Path) -> Path:
-    """The name a checkpoint has while it is written; the same in every process."""
-    return directory.parent / f".tmp-{directory.name}"
+def shape_differences(stored: ModelShape, wanted: ModelShape) -> list[str]:
+    """Where two shapes differ in a way that matters to weights, one line each."""
+    there, here = flatten(to_plain(stored)), flatten(to_plain(wanted))
+    keys = [key for key in {**there, **here} if key not in _IRRELEVANT and there.get(key) != here.get(key)]
+    return [f"model.{key} is {there.get(key)!r} there and {here.get(key)!r} here" for key in keys]
 
 
 def write_description(temporary: Path, description: Description, checksums: Mapping[str, int]) -> None:
-    """Describe the finished files of `temporary` and force everything to the disk.
+    """Describe the finished files of `temporary`.
 
     checksums: of files whose writer took it on the way; the others are read for it.
     """
@@ -201,26 +210,13 @@ def write_description(temporary: Path, description: Description, checksums: Mapp
         **CHECKPOINT.stamp,
         "kind": description.kind,
         "shape": to_plain(description.shape),
-        "space": None if description.space is None else {**to_plain(description.space), "parent": description.space.parent.to_dict()},
+        "space": None if description.space is None else plain_space(description.space),
         "plans": {name: plan.to_dict() for name, plan in description.plans.items()},
         "provenance": to_plain(description.provenance),
         "files": {file.name: file.stat().st_size for file in files},
         "checksums": {file.name: checksums[file.name] if file.name in checksums else checksum_of(file) for file in files},
     }
     (temporary / DESCRIPTION).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    for path in (*files, temporary / DESCRIPTION, temporary):
-        _force_to_disk(path)
-
-
-def publish(temporary: Path, directory: Path) -> None:
-    """Give a finished checkpoint its name; one that has it already is replaced, and is whole until then."""
-    old = directory.parent / f".old-{directory.name}"
-    shutil.rmtree(old, ignore_errors=True)
-    if directory.exists():
-        directory.rename(old)
-    temporary.rename(directory)
-    _force_to_disk(directory.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager
@@ -228,26 +224,16 @@ def new_checkpoint(directory: Path, description: Description) -> Iterator[tuple[
     """A temporary directory for one process to write a checkpoint in; it becomes `directory` when the block ends well.
 
     With it comes a dictionary for the checksums of files, as far as the block knows them.
-    Raises CheckpointError when `directory` exists or the disk is full; nothing is left under the final name then.
+    Raises CheckpointError as `new_directory` does.
     """
-    if directory.exists():
-        raise CheckpointError(f"{str(directory)!r} exists; choose another path or delete it")
-    temporary = temporary_name(directory)
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        checksums: dict[str, int] = {}
+    checksums: dict[str, int] = {}
+    with new_directory(directory) as temporary:
         yield temporary, checksums
         write_description(temporary, description, checksums)
-        publish(temporary, directory)
-    except OSError as error:
-        raise CheckpointError(cannot_write(directory, error.strerror)) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def cannot_write(directory: Path, reason: str | None) -> str:
-    """The message for a checkpoint that could not be written."""
+    """The message for a checkpoint of a run that could not be written."""
     return f"checkpoint {str(directory)!r} cannot be written: {reason}; free space there and start again from the previous checkpoint"
 
 
@@ -256,9 +242,9 @@ def move_latest(directory: Path) -> None:
     pointer = directory.parent / LATEST
     temporary = directory.parent / f".tmp-{LATEST}"
     temporary.write_text(directory.name + "\n", encoding="utf-8")
-    _force_to_disk(temporary)
+    force_to_disk(temporary)
     temporary.replace(pointer)
-    _force_to_disk(directory.parent)
+    force_to_disk(directory.parent)
 
 
 def candidates(run_dir: Path) -> list[Path]:
@@ -285,6 +271,13 @@ def find_model_checkpoint(path: Path) -> Path:
     if path.is_dir() and not any(path.glob("*.distcp")):
         raise CheckpointError(f"{str(path)!r} is neither a checkpoint (no {DESCRIPTION}) nor a run that has saved one")
     return open_checkpoint(path).path
+
+
+def find_assets(checkpoint: Path) -> Path | None:
+    """The assets of a checkpoint: its own, or those of the run (or the import) it is in; None when there are none."""
+    holder = checkpoint.resolve().parent
+    places = [checkpoint / ASSETS, *([holder.parent / ASSETS] if holder.name == CHECKPOINTS else [])]
+    return next((path for path in places if path.is_dir()), None)
 
 
 def _newest_first(run_dir: Path) -> list[Path]:
@@ -329,11 +322,3 @@ def prune(run_dir: Path, keep_last: int, protected: Collection[str] = ()) -> lis
         if left.name.split("-", 1)[1] not in protected:
             shutil.rmtree(left, ignore_errors=True)
     return [path.name for path in doomed]
-
-
-def _force_to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

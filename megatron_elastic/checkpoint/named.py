@@ -7,25 +7,27 @@ by itself; here a name is always the whole parameter.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # the entry its own reader expects in a file's index
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
 from megatron_elastic.axes import ElasticSpace, SubmodelPlan
-from megatron_elastic.checkpoint.files import CheckpointKind, Description, new_checkpoint, open_checkpoint
-from megatron_elastic.checkpoint.streams import CarefulFile
+from megatron_elastic.checkpoint.files import ASSETS, CheckpointKind, Description, new_checkpoint, open_checkpoint
+from megatron_elastic.checkpoint.pieces import PIECE_ALIGNMENT, read_index, read_piece, save_piece
+from megatron_elastic.checkpoint.streams import CarefulFile, written_early
 from megatron_elastic.errors import CheckpointError, raise_all
 from megatron_elastic.layout import full_shapes, layer_of
 from megatron_elastic.shape import ModelShape
 
 _NOT_WEIGHTS = ("optimizer.", "common_state/")
+_FILE = "__0_0.distcp"
+"""The one file of tensors that is written, named as that of rank 0."""
 _MEGATRON_METADATA = (
     '{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}'
 )
@@ -48,17 +50,6 @@ def parts_of(name: str, shape: ModelShape) -> dict[str, int]:
     return {f"{name}.{part}": size for part, size in parts.items()}
 
 
-class _Reader(dcp.FileSystemReader):
-    """Reads the index once instead of once for each tensor."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._index = super().read_metadata()
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._index
-
-
 class NamedTensors(Mapping[str, Tensor]):
     """The weights of a checkpoint: a mapping from name to full tensor that reads one tensor each time it is asked.
 
@@ -69,10 +60,11 @@ class NamedTensors(Mapping[str, Tensor]):
     def __init__(self, path: Path) -> None:
         self.info = open_checkpoint(path)
         """The description of the checkpoint."""
-        self._reader = _Reader(path)
+        index = read_index(path)
+        self._places: dict[MetadataIndex, _StorageInfo] = index.storage_data
         self._stored = {
             key: entry
-            for key, entry in self._reader.read_metadata().state_dict_metadata.items()
+            for key, entry in index.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata) and not key.startswith(_NOT_WEIGHTS)
         }
         self._shapes = full_shapes(self.info.shape)
@@ -85,15 +77,37 @@ class NamedTensors(Mapping[str, Tensor]):
         for key, entry in self._stored.items():
             if key in wanted and tuple(entry.size) != wanted[key]:
                 problems.append(f"{key} has shape {list(entry.size)}, not {list(wanted[key])}")
+            elif sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
+                problems.append(f"{key} has pieces that are missing")
         return problems
 
     def __getitem__(self, name: str) -> Tensor:
-        """The full tensor `name`, on the CPU. Raises KeyError for a name the model has not."""
+        """The full tensor `name`, on the CPU; one that is stored in one piece is mapped, and writing to it does not change the file.
+
+        Raises KeyError for a name the model has not.
+        """
         if name not in self._shapes:
             raise KeyError(name)
-        parts = {key: torch.empty(self._stored[key].size, dtype=self.dtype_of(name)) for key in parts_of(name, self.info.shape)}
-        dcp.load(parts, storage_reader=self._reader, no_dist=True)
-        return torch.cat(list(parts.values())) if len(parts) > 1 else parts[next(iter(parts))]
+        parts = [self._read(key) for key in parts_of(name, self.info.shape)]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _read(self, key: str) -> Tensor:
+        entry = self._stored[key]
+        pieces = ((chunk, self._places[MetadataIndex(key, chunk.offsets)]) for chunk in entry.chunks)
+        tensors = ((chunk, read_piece(self.info.path / place.relative_path, place.offset, place.length)) for chunk, place in pieces)
+        if len(entry.chunks) == 1:
+            return next(tensors)[1]
+        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+        for chunk, tensor in tensors:
+            target = whole
+            for dim, (start, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                target = target.narrow(dim, start, length)
+            target.copy_(tensor)
+        return whole
+
+    def __contains__(self, name: object) -> bool:
+        """Whether the model has a parameter of that name, without reading it."""
+        return name in self._shapes
 
     def __iter__(self) -> Iterator[str]:
         """Names, without reading anything."""
@@ -136,6 +150,15 @@ class _Index:
         return Metadata(state_dict_metadata=dict(self.tensors), planner_data=None, storage_data=self.places)
 
 
+def _write_parts(parts: Mapping[str, int], tensor: Tensor, stream: CarefulFile, index: _Index) -> None:
+    sizes = [size or tensor.shape[0] for size in parts.values()]
+    for key, part in zip(parts, tensor.split(sizes) if len(parts) > 1 else (tensor,), strict=True):
+        stream.write(b"\0" * (-stream.tell() % PIECE_ALIGNMENT))
+        start = stream.tell()
+        save_piece(part, stream)
+        index.add(key, part, _StorageInfo(_FILE, start, stream.tell() - start))
+
+
 def write_named(
     directory: Path,
     tensors: Iterable[tuple[str, Tensor]],
@@ -144,10 +167,12 @@ def write_named(
     space: ElasticSpace | None = None,
     plans: Mapping[str, SubmodelPlan] | None = None,
     provenance: Mapping[str, Any] | None = None,
+    assets: Callable[[Path], object] | None = None,
 ) -> None:
     """Write a checkpoint of the model alone from full tensors, holding one of them at a time.
 
     tensors: (name, tensor) for every name of `layout.full_shapes(shape)`, in any order. space, plans: the family, when the model is one.
+    assets: makes the directory it is given, the checkpoint's own `assets`, of what goes with the weights.
     Any layout loads it strictly. Raises CheckpointError when `directory` exists, a tensor is missing, unknown, twice there or of another
     shape, or the disk is full; nothing is left under the final name then.
     """
@@ -155,7 +180,7 @@ def write_named(
     waiting = full_shapes(shape)
     index = _Index()
     with new_checkpoint(directory, description) as (temporary, checksums):
-        with (temporary / "__0_0.distcp").open("wb") as file:
+        with (temporary / _FILE).open("wb") as file, written_early(file):
             stream = CarefulFile(file)
             for name, tensor in tensors:
                 wanted = waiting.pop(name, None)
@@ -163,14 +188,12 @@ def write_named(
                     raise CheckpointError(f"{name} was given twice or is not one of the model's tensors")
                 if tuple(tensor.shape) != wanted:
                     raise CheckpointError(f"{name} has shape {list(tensor.shape)}, not {list(wanted)}")
-                sizes = [size or wanted[0] for size in parts_of(name, shape).values()]
-                for key, part in zip(parts_of(name, shape), tensor.detach().split(sizes), strict=True):
-                    start = stream.tell()
-                    whole = part.to("cpu").contiguous().clone()  # a view would bring its whole storage along
-                    torch.save(whole, stream)  # pyright: ignore[reportArgumentType] - it asks for a write method
-                    index.add(key, whole, _StorageInfo("__0_0.distcp", start, stream.tell() - start))
-            checksums["__0_0.distcp"] = stream.checksum
+                _write_parts(parts_of(name, shape), tensor.detach(), stream, index)
+                del tensor  # it would be held while the next one is made
+            checksums[_FILE] = stream.checksum
         raise_all(CheckpointError, [f"{name} was not given" for name in waiting], f"checkpoint {str(directory)!r}")
         (temporary / ".metadata").write_bytes(pickle.dumps(index.metadata()))
         torch.save({}, temporary / "common.pt")
         (temporary / "metadata.json").write_text(_MEGATRON_METADATA, encoding="utf-8")
+        if assets is not None:
+            assets(temporary / ASSETS)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,10 +9,6 @@ import typer
 
 if TYPE_CHECKING:
     from megatron_elastic.corpus.info import DataInfo
-    from megatron_elastic.corpus.write import Progress
-
-SECONDS_BEFORE_PROGRESS = 5.0
-"""A run shorter than this shows no progress bar."""
 
 
 def command(
@@ -35,6 +28,9 @@ def command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a data directory that exists.")] = False,  # noqa: FBT002 - a flag
 ) -> None:
     """Turn text into tokens for training: train and valid splits, held out by file."""
+    from rich.progress import DownloadColumn
+
+    from megatron_elastic.cli.progress import progress_bar
     from megatron_elastic.corpus.sources import DEFAULT_INCLUDE
     from megatron_elastic.corpus.write import CorpusOptions, write_data
 
@@ -48,31 +44,9 @@ def command(
         seed=seed,
         max_bytes=max_bytes,
     )
-    with _progress_bar() as progress:
+    with progress_bar("tokens", DownloadColumn()) as progress:
         info = write_data(options, out, overwrite=overwrite, progress=progress)
     _print_summary(info)
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Progress]:
-    """A progress function whose bar, with the remaining time, appears after SECONDS_BEFORE_PROGRESS."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    bar = Progress(TextColumn("tokens"), BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True)
-    task = bar.add_task("tokens", total=None)
-    began = time.monotonic()
-
-    def progress(done: int, total: int) -> None:
-        bar.update(task, completed=done, total=total)
-        if not bar.live.is_started and time.monotonic() - began > SECONDS_BEFORE_PROGRESS:
-            bar.start()
-
-    try:
-        yield progress
-    finally:
-        if bar.live.is_started:  # a bar that was never shown would still print an empty line
-            bar.stop()
 
 
 def _print_summary(info: DataInfo) -> None:

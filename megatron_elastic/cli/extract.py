@@ -1,62 +1,136 @@
-"""`megatron-elastic extract`: write members of a family as checkpoints of their own, without training."""
+"""`megatron-elastic extract`: write members of a family as models of their own, without training."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 if TYPE_CHECKING:
     from megatron_elastic.axes import SubmodelPlan
+    from megatron_elastic.export.sources import Source
+    from megatron_elastic.recipe import Recipe
 
 
-def command(
-    source: Annotated[Path, typer.Argument(help="A run, or one of its checkpoints.")],
-    out: Annotated[Path, typer.Option(help="Directory to write; with every budget, each goes to a directory of its own name inside.")],
+def command(  # noqa: PLR0913 - one argument an option
+    source: Annotated[Path, typer.Argument(metavar="PATH", help="A run, a megatron checkpoint, or a Hugging Face directory.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Directory to write; with every budget, each goes to a directory of its own name inside.")
+    ] = None,
+    format: Annotated[
+        Literal["megatron", "hf"], typer.Option(help="megatron: torch_dist checkpoint; hf: Hugging Face directory.")
+    ] = "megatron",  # noqa: A002
     budget: Annotated[str | None, typer.Option(help="Budget to extract; default: every one.")] = None,
     plan: Annotated[Path | None, typer.Option(help="A plan of the space as JSON, instead of a budget.")] = None,
     target: Annotated[
         float | None,
-        typer.Option(help="A cost between two budgets instead of a budget: up to 1 a fraction of the parent's, above 1 absolute."),
+        typer.Option(help="A cost between two budgets instead of a budget: up to 1 a fraction of the parent's, above 1 absolute (8.0e9)."),
     ] = None,
+    nested: Annotated[
+        bool, typer.Option("--nested", help="The parent with all members inside, from which they can be extracted later.")
+    ] = False,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(help="The axes and budgets of a model that holds no family, or what a target counts in one without its run."),
+    ] = None,
+    homogenise: Annotated[
+        bool, typer.Option("--homogenise", help="Give per-layer widths one width: that of the widest layer. Prints what it costs.")
+    ] = False,
+    family: Annotated[
+        str | None, typer.Option(help="Hugging Face model_type to write; default: the one it came from, or the first that can.")
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Type of the weights; default: as stored.")
+    ] = None,
+    shard_gigabytes: Annotated[float | None, typer.Option(help="Largest safetensors file; default: 5.")] = None,
+    show: Annotated[bool, typer.Option("--list", help="Print what PATH holds and write nothing.")] = False,
 ) -> None:
-    """Cut sub-models out of a family: ordinary checkpoints in the parent's format.
+    """Cut sub-models out of a family, or write a whole model in another format.
 
-    Examples: megatron-elastic extract runs/demo --out runs/demo/members    megatron-elastic extract runs/demo --budget small --out small
-    megatron-elastic extract runs/demo --target 0.5 --out half
+    Without a family (and without --recipe) the model itself is written. Weights are read and written one tensor at a time.
+
+    \b
+    Examples:
+      megatron-elastic extract runs/demo --list
+      megatron-elastic extract runs/demo --out runs/demo/members
+      megatron-elastic extract runs/demo --budget small --format hf --out small
+      megatron-elastic extract runs/demo --target 0.5 --out half
+      megatron-elastic extract runs/demo --nested --format hf --out family
     """
-    from megatron_elastic.checkpoint import find_model_checkpoint, open_checkpoint
-    from megatron_elastic.cost import total_params, widths_of
-    from megatron_elastic.errors import CheckpointError, PlanError, raise_all
-    from megatron_elastic.space import parent_plan
+    from megatron_elastic.cli.show import counted
+    from megatron_elastic.export.sources import open_source
+    from megatron_elastic.export.write import Options, with_recipe, write_member
 
-    checkpoint = find_model_checkpoint(source)
-    given = [f"--{name}" for name, value in (("plan", plan), ("budget", budget), ("target", target)) if value is not None]
+    asked = {"--plan": plan, "--budget": budget, "--target": target, "--nested": nested or None}
+    given = [name for name, value in asked.items() if value is not None]
+    _check_options(given, out, show, {} if format == "hf" else {"--family": family, "--shard-gigabytes": shard_gigabytes})
+    options = Options(
+        hugging_face=format == "hf",
+        family=family,
+        dtype=dtype,
+        homogenise=homogenise,
+        nested=nested,
+        shard_gigabytes=shard_gigabytes,
+        watch=lambda member: counted(member, f"writing {out}"),
+    )
+    model, known = with_recipe(open_source(source), recipe)
+    if show or out is None:
+        _list(model)
+        return
+    wanted = {"": None} if nested or (model.space is None and not given) else _plans(model, source, budget, plan, target, known)
+    for name, directory in _directories(out, list(wanted)).items():
+        for line in write_member(model, wanted[name], directory, options, budget=budget or name or None):
+            typer.echo(line)
+
+
+def _check_options(given: list[str], out: Path | None, show: bool, of_hugging_face: Mapping[str, object]) -> None:
+    """Raise ConfigError for options that contradict each other. given: those that choose a member."""
+    from megatron_elastic.errors import ConfigError
+
     if len(given) > 1:
-        raise PlanError(f"{' and '.join(given)} exclude each other; give one")
-    if plan is not None:
-        space = open_checkpoint(checkpoint).space
-        wanted = {"": read_plan(plan) if space is None else space.completed(read_plan(plan))}
-    elif target is not None:
-        from megatron_elastic.export.interpolate import plan_at_target
+        raise ConfigError(f"{' and '.join(given)} exclude each other; give one")
+    if only_hf := [name for name, value in of_hugging_face.items() if value is not None]:
+        raise ConfigError(f"{' and '.join(only_hf)}: only a Hugging Face directory has that; add --format hf, or leave it out")
+    if out is None and not show:
+        raise ConfigError("--out is missing; name a directory to write, or add --list to look")
 
-        wanted = {"": plan_at_target(open_checkpoint(checkpoint), target)}
-    else:
-        from megatron_elastic.export.verify import choose_plans
 
-        wanted = choose_plans(open_checkpoint(checkpoint).plans, budget, source)
-    from megatron_elastic.export.verify import write_submodel
+def _list(model: Source) -> None:
+    from megatron_elastic.cli.show import print_table
+    from megatron_elastic.describe import family_table, summary
 
-    directories = {name: out if given else out / name for name in wanted}
+    typer.echo(f"{model.path}: {summary(model.shape)}")
+    if model.space is not None:
+        print_table(family_table(model.shape, model.space, model.plans))
+
+
+def _directories(out: Path, names: list[str]) -> dict[str, Path]:
+    """Name -> where it goes: `out` itself for what has no name or was asked for by it. Raises CheckpointError when one is there already."""
+    from megatron_elastic.errors import CheckpointError, raise_all
+
+    directories = {name: out / name for name in names}
     taken = [f"{str(directory)!r} exists; choose another path or delete it" for directory in directories.values() if directory.exists()]
     raise_all(CheckpointError, taken, "--out")
-    for name, chosen in wanted.items():
-        directory = directories[name]
-        shape = write_submodel(checkpoint, chosen, directory)
-        size = total_params(shape, widths_of(parent_plan(shape), shape.num_layers))
-        typer.echo(f"{directory}: {name or 'plan'}, {size:,} parameters, layers {shape.layer_pattern}, hidden {shape.hidden_size}")
+    return directories
+
+
+def _plans(
+    model: Source, source: Path, budget: str | None, plan: Path | None, target: float | None, recipe: Recipe | None
+) -> dict[str, SubmodelPlan]:
+    """Name -> plan of what is asked for; the name is empty where `--out` itself is its directory."""
+    if plan is not None:
+        return {"": read_plan(plan) if model.space is None else model.space.completed(read_plan(plan))}
+    if target is not None:
+        from megatron_elastic.export.interpolate import plan_at_target
+
+        return {"": plan_at_target(model, target, recipe)}
+    from megatron_elastic.export.sources import choose_plans
+
+    plans = choose_plans(model.plans, budget, source)
+    return plans if budget is None else {"": plans[budget]}
 
 
 def read_plan(path: Path) -> SubmodelPlan:

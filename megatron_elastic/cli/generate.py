@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from megatron_elastic.axes import SubmodelPlan
-    from megatron_elastic.checkpoint import CheckpointInfo
     from megatron_elastic.corpus.tokenizer import Tokenizer
     from megatron_elastic.export.generate import Continuation, GenerateOptions
     from megatron_elastic.export.sampling import Sampling
+    from megatron_elastic.export.sources import Source
 
 
 def command(
-    source: Annotated[Path, typer.Argument(metavar="PATH", help="A run, one of its checkpoints, or an extracted member.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A run, a checkpoint, or a Hugging Face directory.")],
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="A text file with a prompt on every line, instead.")] = None,
     budget: Annotated[str | None, typer.Option(help="Member of the family; default: the whole model.")] = None,
@@ -31,7 +31,7 @@ def command(
     top_k: Annotated[int | None, typer.Option(help="Draw among this many of the most probable tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw among the fewest tokens that hold this probability together.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the draws; default: 0.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="'byte', a tokenizer.json, or a directory with one; default: the run's.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="'byte', a tokenizer.json, or a directory with one; default: the model's.")] = None,
     eod: Annotated[str | None, typer.Option(help="Word that ends a document, with --tokenizer; default: the tokenizer's own.")] = None,
 ) -> None:
     """Continue a text with a model, or with members of its family, and print their loss per token of the prompt.
@@ -43,30 +43,30 @@ def command(
       megatron-elastic generate runs/demo --prompt "def main(" --all-budgets
       megatron-elastic generate runs/demo/members/small --prompt "import os" --temperature 0.8 --top-p 0.95 --seed 1
     """
-    from megatron_elastic.checkpoint import find_model_checkpoint, open_checkpoint
     from megatron_elastic.errors import ConfigError
     from megatron_elastic.export.prompts import encode_prompts, find_tokenizer, read_prompts
+    from megatron_elastic.export.sources import open_source
 
     if tokens < 1:
         raise ConfigError(f"--tokens {tokens} must be at least 1")
     if (prompt is None) == (prompts is None):
         raise ConfigError("give one of --prompt TEXT and --prompts FILE")
-    info = open_checkpoint(find_model_checkpoint(source))
-    words = find_tokenizer(info, tokenizer, eod)
+    source = open_source(path)
+    words = find_tokenizer(source, tokenizer, eod)
     texts = [prompt] if prompt is not None else read_prompts(prompts) if prompts is not None else []
-    encoded = encode_prompts(texts, words, tokens, info.shape.max_sequence_length)
+    encoded = encode_prompts(texts, words, tokens, source.shape.max_sequence_length)
     from megatron_elastic.export.generate import GenerateOptions
 
     options = GenerateOptions(
         tokens=tokens,
         end=words.eod,
-        vocab_size=info.shape.vocab_size,
+        vocab_size=source.shape.vocab_size,
         drawable=words.vocab_size,
         sampling=_sampling(temperature, top_k, top_p, seed),
         seed=seed or 0,
     )
-    plans = _plans(info, source, budget, plan, all_budgets=all_budgets)
-    for number, (text, found) in enumerate(zip(texts, _continue(info, encoded, plans, options), strict=True)):
+    plans = _plans(source, path, budget, plan, all_budgets=all_budgets)
+    for number, (text, found) in enumerate(zip(texts, _continue(source, encoded, plans, options), strict=True)):
         _print(text, encoded[number], found, words)
 
 
@@ -82,30 +82,28 @@ def _sampling(temperature: float | None, top_k: int | None, top_p: float | None,
     return Sampling(temperature=1.0 if temperature is None else temperature, top_k=top_k, top_p=top_p)
 
 
-def _plans(
-    info: CheckpointInfo, source: Path, budget: str | None, plan: Path | None, *, all_budgets: bool
-) -> dict[str, SubmodelPlan | None]:
+def _plans(source: Source, path: Path, budget: str | None, plan: Path | None, *, all_budgets: bool) -> dict[str, SubmodelPlan | None]:
     """Name -> plan of what is asked for; None: the model as it is."""
     from megatron_elastic.cli.extract import read_plan
     from megatron_elastic.errors import CheckpointError, PlanError
-    from megatron_elastic.export.verify import choose_plans
+    from megatron_elastic.export.sources import choose_plans, describe
 
     given = [name for name, value in (("--budget", budget), ("--plan", plan), ("--all-budgets", all_budgets or None)) if value is not None]
     if not given:
         return {"model": None}
     if len(given) > 1:
         raise PlanError(f"{' and '.join(given)} exclude each other; give one")
-    if info.space is None:
-        raise CheckpointError(f"checkpoint {str(info.path)!r} holds no family, so there is nothing for {given[0]}; leave it out")
+    if source.space is None:
+        raise CheckpointError(f"{describe(source)} holds no family, so there is nothing for {given[0]}; leave it out")
     if plan is None:
-        return dict(choose_plans(info.plans, budget, source))
+        return dict(choose_plans(source.plans, budget, path))
     chosen = read_plan(plan)
-    info.space.check(chosen)
+    source.space.check(chosen)
     return {"plan": chosen}
 
 
 def _continue(
-    info: CheckpointInfo, encoded: Sequence[Sequence[int]], plans: Mapping[str, SubmodelPlan | None], options: GenerateOptions
+    source: Source, encoded: Sequence[Sequence[int]], plans: Mapping[str, SubmodelPlan | None], options: GenerateOptions
 ) -> Iterator[dict[str, Continuation]]:
     """Name -> continuation, for one prompt after the other."""
     from megatron_elastic.elastic.attach import elasticize
@@ -115,8 +113,8 @@ def _continue(
 
     parallel = ParallelContext.initialize()
     try:
-        model = load_model(info.path, parallel)
-        handle = None if info.space is None else elasticize(model, info.space, parallel, info.shape)
+        model = load_model(source, parallel)
+        handle = None if source.space is None else elasticize(model, source.space, parallel, source.shape)
         for ids in encoded:
             found = {}
             for name, plan in plans.items():

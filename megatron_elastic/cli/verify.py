@@ -1,10 +1,11 @@
-"""`megatron-elastic verify`: masked = sliced = the extracted checkpoint read back."""
+"""`megatron-elastic verify`: masked = sliced = the written member, read back by its own reader."""
 
 from __future__ import annotations
 
 import json
+import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,43 +15,70 @@ import typer
 from megatron_elastic.formats import VERIFY
 
 if TYPE_CHECKING:
+    from megatron_elastic.axes import SubmodelPlan
+    from megatron_elastic.export.sources import Source
     from megatron_elastic.export.verify import Agreement
 
 VERIFY_FILE = "verify.json"
+LONGEST_DEFAULT = 256
+"""Tokens of a window, where the model takes as many and no option says otherwise."""
+LONGEST_COMPARED = 64
+"""Tokens of the sequences that logits are compared on."""
 
 
 def command(
-    source: Annotated[Path, typer.Argument(help="A run, or one of its checkpoints.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A run, one of its checkpoints, or a Hugging Face directory with elastic.json.")
+    ],
     members: Annotated[
-        Path | None, typer.Option(help="Where `extract` wrote the members; default: extracted to a temporary directory.")
+        Path | None, typer.Option(help="Where `extract` wrote the members; default: extracted to a temporary directory, in both formats.")
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="A data directory: also compare held-out losses.")] = None,
-    samples: Annotated[int, typer.Option(help="Held-out samples.")] = 32,
-    sequence_length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 256,
+    text: Annotated[
+        str | None, typer.Option(help="A text or JSONL file or a directory: also compare perplexities.", metavar="FILE|DIR")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="A data directory, instead: its held-out split.", metavar="DIR")] = None,
+    tokens: Annotated[int, typer.Option(help="Score at most this many tokens.")] = 8192,
+    sequence_length: Annotated[
+        int | None, typer.Option(help=f"Tokens a window sees; default: {LONGEST_DEFAULT}, or as many as the model takes.")
+    ] = None,
 ) -> None:
-    """Check every member of a family: logits under its plan, masked and sliced, against its own checkpoint read back.
+    """Check every member of a family: its logits masked and sliced, against its own model as it was written and read back.
 
-    Exits with an error when any two logits differ by more than 1e-4. Writes verify.json into a run.
-    Example: megatron-elastic verify runs/demo --members runs/demo/members --data runs/demo/data
+    Megatron checkpoints are read by this package, Hugging Face directories by transformers, without remote code. Exits with an error when
+    any two logits differ by more than 1e-4 (times the largest logit, where that is above 1). Writes verify.json into a run.
+
+    \b
+    Examples:
+      megatron-elastic verify runs/demo
+      megatron-elastic verify runs/demo --members runs/demo/members --data runs/demo/data
     """
-    from megatron_elastic.checkpoint import find_model_checkpoint, open_checkpoint
+    from megatron_elastic.errors import CheckpointError, ConfigError
+    from megatron_elastic.export.evaluate import check_sequence_length
+    from megatron_elastic.export.prompts import find_tokenizer
+    from megatron_elastic.export.sources import choose_plans, open_source
+    from megatron_elastic.export.texts import held_out_text, read_text
+    from megatron_elastic.export.verify import TOLERANCE
 
-    checkpoint = find_model_checkpoint(source)
-    info = open_checkpoint(checkpoint)
-    from megatron_elastic.errors import CheckpointError
-    from megatron_elastic.export.verify import TOLERANCE, choose_plans
-    from megatron_elastic.parallel import ParallelContext
-
-    plans = choose_plans(info.plans, None, source)
-    parallel = ParallelContext.initialize()
-    try:
-        agreements = _verify(checkpoint, plans, members, parallel, _text(data, info.shape, samples, sequence_length, parallel))
-    finally:
-        parallel.destroy()
-    _print(agreements)
-    if (source / "checkpoints").is_dir():
-        write_agreements(source / VERIFY_FILE, checkpoint.name, agreements)
-    failed = [name for name, agreement in agreements.items() if not agreement.holds]
+    if text is not None and data is not None:
+        raise ConfigError("--text and --data exclude each other; give one")
+    source = open_source(path)
+    plans = choose_plans(source.plans, None, path)
+    length = min(LONGEST_DEFAULT, source.shape.max_sequence_length) if sequence_length is None else sequence_length
+    check_sequence_length(length, source.shape)
+    documents: Sequence[Any] = ()
+    if text is not None:
+        documents = read_text(text, find_tokenizer(source, None), vocab_size=source.shape.vocab_size, limit=tokens).documents
+    elif data is not None:
+        documents = held_out_text(data, vocab_size=source.shape.vocab_size, limit=tokens).documents
+    found = list(_verify(source, plans, members, documents, length))
+    _print(found)
+    if (path / "checkpoints").is_dir():
+        write_agreements(
+            path / VERIFY_FILE,
+            source.path.name,
+            {name: agreement for name, agreement in found if agreement.reader == "megatron"} or dict(found),
+        )
+    failed = dict.fromkeys(f"{name} ({agreement.reader})" for name, agreement in found if not agreement.holds)
     if failed:
         raise CheckpointError(
             f"{', '.join(failed)}: logits differ by more than {TOLERANCE}; the member is not the family's, extract it again"
@@ -63,53 +91,66 @@ def write_agreements(file: Path, checkpoint: str, agreements: Mapping[str, Agree
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _verify(checkpoint: Path, plans: dict[str, Any], members: Path | None, parallel: Any, text: list[Any]) -> dict[str, Agreement]:
+def _verify(
+    source: Source, plans: Mapping[str, SubmodelPlan], members: Path | None, documents: Sequence[Any], sequence_length: int
+) -> Iterator[tuple[str, Agreement]]:
+    """(budget, agreement) for every written model."""
     import torch
 
-    from megatron_elastic.checkpoint import open_checkpoint
-    from megatron_elastic.export.verify import Verifier, write_submodel
+    from megatron_elastic.export.verify import Verifier
+    from megatron_elastic.parallel import ParallelContext
 
-    vocab = open_checkpoint(checkpoint).shape.vocab_size
-    tokens = torch.randint(0, vocab, (2, 64), generator=torch.Generator().manual_seed(0))
-    verifier = Verifier(checkpoint, parallel, tokens, text)
-    with tempfile.TemporaryDirectory() as scratch:
-        results = {}
+    length = min(LONGEST_COMPARED, source.shape.max_sequence_length)
+    ids = torch.randint(0, source.shape.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+    parallel = ParallelContext.initialize()
+    try:
+        verifier = Verifier(source, parallel, ids, documents, sequence_length)
         for name, plan in plans.items():
-            member = Path(scratch) / name if members is None else members / name
-            if members is None:
-                write_submodel(checkpoint, plan, member)
-            results[name] = verifier.check(plan, member)
-        return results
+            if members is not None:
+                yield name, verifier.check(plan, members / name)
+                continue
+            with tempfile.TemporaryDirectory() as scratch:
+                for member in _written(source, name, plan, Path(scratch)):
+                    yield name, verifier.check(plan, member)
+    finally:
+        parallel.destroy()
 
 
-def _text(data: Path | None, shape: Any, samples: int, sequence_length: int, parallel: Any) -> list[Any]:
-    """Held-out microbatches, or none without `--data`."""
-    if data is None:
-        return []
-    from megatron_elastic.train.data import build_datasets, fixed_batches, open_data
+def _written(source: Source, name: str, plan: SubmodelPlan, scratch: Path) -> Iterator[Path]:
+    """The member as a megatron checkpoint, and as a Hugging Face directory where a config can say its shape and transformers is there."""
+    from importlib.util import find_spec
 
-    info = open_data(data, shape.vocab_size)
-    with tempfile.TemporaryDirectory() as cache:
-        datasets = build_datasets(
-            info,
-            sequence_length=sequence_length,
-            train_samples=1,
-            valid_samples=samples,
-            seed=1234,
-            cache_dir=Path(cache),
-            parallel=parallel,
-        )
-        return fixed_batches(datasets.valid, samples, micro_batch_size=4, data_rank=0, data_size=1)
+    from megatron_elastic.errors import UnsupportedError
+    from megatron_elastic.export.sources import family_to_write
+    from megatron_elastic.export.write import Options, write_member
+    from megatron_elastic.space import resize
+
+    write_member(source, plan, scratch / "megatron", Options(), budget=name)
+    yield scratch / "megatron"
+    try:
+        family_to_write(source, resize(source.shape, plan))
+    except UnsupportedError as error:
+        typer.echo(f"{name}: not read by transformers: {error.problems[0]}")
+        return
+    if find_spec("transformers") is None:
+        typer.echo(f"{name}: not read by transformers, which is not installed; install megatron-elastic[hf]")
+        return
+    write_member(source, plan, scratch / "hf", Options(hugging_face=True), budget=name)
+    yield scratch / "hf"
 
 
-def _print(agreements: dict[str, Agreement]) -> None:
-    from rich.console import Console
+def _print(found: Sequence[tuple[str, Agreement]]) -> None:
     from rich.table import Table
 
-    table = Table("budget", box=None, pad_edge=False)
-    for title in ("masked-sliced", "masked-extracted", "loss", "loss extracted"):
+    from megatron_elastic.cli.show import print_table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("budget", no_wrap=True)
+    table.add_column("read by", no_wrap=True)
+    for title in ("masked-\nsliced", "masked-\nextracted", "perplexity", "extracted", "verdict"):
         table.add_column(title, justify="right", no_wrap=True)
-    for name, agreement in agreements.items():
-        losses = [f"{loss:.4f}" if loss is not None else "-" for loss in (agreement.loss, agreement.extracted_loss)]
-        table.add_row(name, f"{agreement.masked_sliced:.1e}", f"{agreement.masked_extracted:.1e}", *losses)
-    Console().print(table)
+    for name, agreement in found:
+        losses = [f"{math.exp(loss):.6g}" if loss is not None else "-" for loss in (agreement.loss, agreement.extracted_loss)]
+        differences = [f"{value:.1e}" for value in (agreement.masked_sliced, agreement.masked_extracted)]
+        table.add_row(name, agreement.reader, *differences, *losses, "pass" if agreement.holds else "FAIL")
+    print_table(table)

@@ -124,7 +124,14 @@ def _record(path: Path, number: int, line: str, key: str) -> str:
     if not isinstance(record, dict) or not isinstance(record.get(key), str):
         keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise DataError(f"{path}:{number}: no text under the key {key!r} (found: {keys}); name the key with --key")
-    return record[key]
+    text = record[key]
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair
+        raise DataError(
+            f"{path}:{number}: the text under the key {key!r} is no Unicode text: half of a surrogate pair stands alone"
+        ) from None
+    return text
 
 
 def is_held_out(name: str, seed: int, fraction: float) -> bool:

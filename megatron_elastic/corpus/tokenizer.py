@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,8 +26,11 @@ class Tokenizer(Protocol):
     """`byte`, or the path the tokenizer was read from."""
     vocab_size: int
     """Ids run from 0 to vocab_size - 1; the end-of-document id is one of them."""
-    eod: int
-    """The id appended to every document; text never encodes to it."""
+
+    @property
+    def eod(self) -> int:
+        """The id appended to every document; text never encodes to it. Raises DataError when nothing says which it is."""
+        ...
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Ids of `text` [tokens], without the end-of-document id."""
@@ -58,7 +62,7 @@ class HuggingFaceTokenizer:
 
     path: the file, or a directory that holds it. eod: the word that ends a document, or its id; None: `eos_token` of the
     tokenizer_config.json beside it. Special words inside a text are encoded as plain text, so a document cannot end itself.
-    Raises DataError when the library, the file or the word is missing.
+    Raises DataError when the library or the file is missing; a word that is missing is an error for those who ask for it.
     """
 
     def __init__(self, path: Path, eod: str | int | None = None) -> None:
@@ -66,11 +70,19 @@ class HuggingFaceTokenizer:
         self.name = str(path)
         self._tokenizer = _read_tokenizer(file)
         self._tokenizer.encode_special_tokens = True
-        self.eod = eod if isinstance(eod, int) else self._id_of(eod, file.parent / "tokenizer_config.json")
+        self._end, self._config = eod, file.parent / "tokenizer_config.json"
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
-    def _id_of(self, eod: str | None, config: Path) -> int:
-        word = eod if eod is not None else _eos_word(config)
+    @property
+    def eod(self) -> int:
+        """The id that ends a document. Raises DataError when nothing says which it is, or the tokenizer has no such word."""
+        return self._eod
+
+    @cached_property
+    def _eod(self) -> int:
+        if isinstance(self._end, int):
+            return self._end
+        word = self._end if self._end is not None else _eos_word(self._config)
         if word is None:
             raise DataError(f"tokenizer {self.name!r} does not say which word ends a document; name it with --eod")
         number = self._tokenizer.token_to_id(word)

@@ -25,6 +25,7 @@ from megatron_elastic.elastic.linear import ElasticColumnLinear, ElasticRowLinea
 from megatron_elastic.elastic.refusals import config_problems, slice_problems
 from megatron_elastic.elastic.router_module import ElasticAlltoAllDispatcher, ElasticTopKRouter
 from megatron_elastic.errors import ConfigError, UnsupportedError, raise_all
+from megatron_elastic.fit import space_problems
 from megatron_elastic.layout import Dim, axis_groups, dims_of
 from megatron_elastic.models.local_layers import LayerNormColumnParallelLinear, LocalLayerNorm, LocalRMSNorm
 from megatron_elastic.models.recompute import RecomputableMambaLayer, RecomputableMLPLayer, RecomputableTransformerLayer
@@ -33,7 +34,6 @@ from megatron_elastic.platform.router import TopKRouter
 from megatron_elastic.platform.te import transformer_engine
 from megatron_elastic.platform.versions import canonical_name, conv_owner, hybrid_classes
 from megatron_elastic.shape import ModelShape
-from megatron_elastic.space import attention_problems, context_problems
 
 COLUMNS: dict[type, type] = {ColumnParallelLinear: ElasticColumnLinear}
 NORM_COLUMNS: dict[type, type] = {LayerNormColumnParallelLinear: modules.ElasticNormLinear}
@@ -151,10 +151,7 @@ def elasticize(
     not be attached; the model is left as it was.
     """
     parts = [model] if isinstance(model, torch.nn.Module) else list(model)
-    problems = space.check_shards(parallel.tensor, parallel.expert, parallel.expert_tensor) + attention_problems(
-        shape, space, parallel.tensor
-    )
-    raise_all(ConfigError, problems + context_problems(shape, space, parallel.tensor, parallel.context), "elastic space")
+    raise_all(ConfigError, space_problems(space, shape, parallel.sizes), "elastic space")
     handle = ElasticHandle(parts, space, shape)
     raise_all(UnsupportedError, config_problems(handle.config, space), "elasticize")
     try:

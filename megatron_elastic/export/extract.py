@@ -18,8 +18,8 @@ def extract(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of the sub-model of `plan`, of shape `resize(shape, plan)`, from the parent's full tensors.
 
-    Names are those of `layout`; layers are renumbered. Each result owns its memory. Raises PlanError for a plan outside the space and
-    CheckpointError for a tensor the parent does not have.
+    Names are those of `layout`; layers are renumbered. A result may share its memory with the parent's tensor.
+    Raises PlanError for a plan outside the space and CheckpointError for a tensor the parent does not have.
     """
     space.check(plan)
     groups = axis_groups(space)
@@ -28,9 +28,11 @@ def extract(
         if new is None:
             continue
         kept = kept_widths(space, plan, layer_of(name))
-        for dim, entries in enumerate(dims_of(name, shape, groups)):
-            tensor = select(tensor, dim, entries.runs(kept))
-        yield new, tensor.clone(memory_format=torch.contiguous_format)
+        runs = enumerate(entries.runs(kept) for entries in dims_of(name, shape, groups))
+        for dim, kept_runs in sorted(runs, key=lambda item: len(item[1])):  # one run is a view, so that several copy only what is kept
+            tensor = select(tensor, dim, kept_runs)
+        yield new, tensor.contiguous()
+        del tensor  # it would be held while the next one is read
 
 
 _LOCAL_EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(.+)")

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from megatron_elastic.errors import ConfigError
 from megatron_elastic.export.sampling import Sampling, next_token
+
+if TYPE_CHECKING:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,56 +1,67 @@
-"""Plans of a trained family at costs between its budgets, from the checkpoint of a run."""
+"""Plans of a family at costs between its budgets."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from megatron_elastic.axes import SubmodelPlan
-from megatron_elastic.checkpoint.files import CheckpointInfo
+from megatron_elastic.checkpoint.files import CHECKPOINTS, RECIPE_FILE
 from megatron_elastic.config import load_recipe
 from megatron_elastic.errors import CheckpointError, PlanError
+from megatron_elastic.export.sources import Source, describe
 from megatron_elastic.planning import plan_cost
 from megatron_elastic.preflight import absolute_target, budget_targets, plan_of_target, recipe_cost
+from megatron_elastic.recipe import Recipe
 
-RECIPE_FILE = "recipe.yaml"
+
+def recipe_of_run(source: Source) -> Recipe | None:
+    """The recipe of the run (or the import) that a checkpoint is in; None when it is in none."""
+    holder = source.path.resolve().parent
+    file = holder.parent / RECIPE_FILE
+    if holder.name != CHECKPOINTS or not file.is_file():
+        return None
+    return load_recipe(file)
 
 
-def plan_at_target(info: CheckpointInfo, target: float) -> SubmodelPlan:
-    """The plan of a run's family at a cost: up to 1 a fraction of the parent's, above 1 absolute, in what the recipe's `elastic.cost` counts.
+def plan_at_target(source: Source, target: float, recipe: Recipe | None) -> SubmodelPlan:
+    """The plan of a family at a cost: up to 1 a fraction of the parent's, above 1 absolute, in what the recipe's `elastic.cost` counts.
 
-    It lies between the plans of the two budgets beside it. Where the run has a router, it is the most probable one that costs this much
-    (`router.finalize.plan_between`), else the uniform one. Raises CheckpointError for a checkpoint outside a run or without a family,
-    ConfigError for a target outside the budgets, PlanError when no plan costs that.
+    It lies between the plans of the two budgets beside it. Where the source has a router, it is the most probable one that costs this much
+    (`router.finalize.plan_between`), else the uniform one (`preflight.plan_of_target`). recipe: the run's, or the one that makes a plain model a family.
+    Raises CheckpointError without a family or a recipe, ConfigError for a target outside the budgets, PlanError when no plan costs that.
     """
-    file = info.path.parent.parent / RECIPE_FILE
-    if info.space is None or not info.plans:
-        raise CheckpointError(f"checkpoint {str(info.path)!r} holds no family; give --target for the run of an elastic stage")
-    if not file.is_file():
+    if source.space is None or not source.plans:
+        raise CheckpointError(f"{describe(source)} holds no family; give --target for the run of an elastic stage, or with --recipe")
+    if recipe is None or recipe.space is None:
+        raise CheckpointError(f"{describe(source)} is not inside a run, so that nothing says what a target counts; give --recipe or --plan")
+    if recipe.space != source.space:
         raise CheckpointError(
-            f"checkpoint {str(info.path)!r} is not inside a run (there is no {str(file)!r}); give --plan instead of --target"
-        )
-    recipe = load_recipe(file)
-    if recipe.space != info.space:
-        raise CheckpointError(
-            f"{str(file)!r} is not the recipe of checkpoint {str(info.path)!r}: its elastic axes differ; restore that file"
+            f"the recipe is not that of {describe(source)}: its elastic axes differ; restore {RECIPE_FILE}, or give --plan"
         )
     cost = recipe_cost(recipe)
-    wanted = absolute_target(target, plan_cost(recipe.model, info.space.parent, cost))
-    state = _router_state(info)
+    wanted = absolute_target(target, plan_cost(recipe.model, source.space.parent, cost))
+    state = _router_state(source.path)
     if state is None:
-        return plan_of_target(recipe, wanted, cost)
+        return plan_of_target(recipe, wanted, cost, source.plans)
     from megatron_elastic.router.finalize import plan_between
     from megatron_elastic.router.network import BudgetRouter
 
     budgets = budget_targets(recipe, cost)
-    router = BudgetRouter(info.space, budgets, seed=recipe.seed, width=recipe.router.hidden)
+    router = BudgetRouter(source.space, budgets, seed=recipe.seed, width=recipe.router.hidden)
     router.load_state_dict(state)
-    missing = [name for name in budgets if name not in info.plans]
+    missing = [name for name in budgets if name not in source.plans]
     if missing:
-        raise PlanError(f"checkpoint {str(info.path)!r} has no plan for budget {missing[0]!r} yet; train on, or give --plan")
-    return plan_between(router, info.space, info.shape, budgets, info.plans, wanted, cost, tolerance=recipe.router.tolerance[1])
+        raise PlanError(f"{describe(source)} has no plan for budget {missing[0]!r} yet; train on, or give --plan")
+    return plan_between(router, source.space, source.shape, budgets, source.plans, wanted, cost, tolerance=recipe.router.tolerance[1])
 
 
-def _router_state(info: CheckpointInfo) -> dict | None:
+def _router_state(path: Path) -> dict[str, Any] | None:
+    """The router of a training checkpoint; None for anything else."""
+    if not (path / "metadata.json").is_file():
+        return None
     from megatron.core import dist_checkpointing
 
     from megatron_elastic.checkpoint.sharded.state import RUN
 
-    return dist_checkpointing.load_common_state_dict(str(info.path))[RUN]["router"]
+    return dist_checkpointing.load_common_state_dict(str(path)).get(RUN, {}).get("router")

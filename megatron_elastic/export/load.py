@@ -1,22 +1,40 @@
-"""A checkpoint as a model that computes."""
+"""A model on the disk as a model that computes."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron.core.models.common.language_module.language_module import LanguageModule
+import torch
 
-from megatron_elastic.checkpoint import load_checkpoint, open_checkpoint
+from megatron_elastic.export.sources import Source, open_source
 from megatron_elastic.models.build import build_model
+from megatron_elastic.models.weights import Shard, shards
 from megatron_elastic.parallel import ParallelContext
 
+if TYPE_CHECKING:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
 
-def load_model(checkpoint: Path, parallel: ParallelContext) -> LanguageModule:
-    """This rank's part of the model of a checkpoint, in fp32 and in evaluation mode; `open_checkpoint` tells its shape and its family.
+_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 
-    A collective: every rank calls it. Raises CheckpointError on every rank for a checkpoint that is missing, half-written or not ours.
+
+def load_model(source: Path | Source, parallel: ParallelContext) -> LanguageModule:
+    """This rank's part of a model, in fp32 and in evaluation mode; each of its tensors is read once, one at a time.
+
+    source: a run, a megatron checkpoint or a Hugging Face directory; or what `open_source` found there.
+    Raises what `open_source` raises, and CheckpointError for files that have changed since it was opened.
     """
-    shape = open_checkpoint(checkpoint).shape
-    model = build_model(shape, parallel)
-    load_checkpoint(checkpoint, model=model, shape=shape, parallel=parallel)
+    source = open_source(source) if isinstance(source, Path) else source
+    model = build_model(source.shape, parallel)
+    waiting: dict[str, list[tuple[int | None, Shard]]] = {}
+    for shard in shards(model):
+        match = _EXPERT.search(shard.name)
+        stacked = _EXPERT.sub(".experts.experts.", shard.name)
+        waiting.setdefault(stacked, []).append((int(match[1]) if match else None, shard))
+    with torch.no_grad():
+        for name, parts in waiting.items():
+            full = source.tensors[name]
+            for expert, shard in parts:
+                shard.tensor.copy_(shard.take(full if expert is None else full[expert]))
     return model.eval()

@@ -1,16 +1,20 @@
-"""Texts to continue, and the tokenizer a checkpoint was trained with. No torch."""
+"""Texts to continue, and the tokenizer a model was trained with. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_elastic.checkpoint.files import CheckpointInfo
+from megatron_elastic.checkpoint.files import RECIPE_FILE
 from megatron_elastic.config import load_recipe
 from megatron_elastic.corpus.info import open_data
 from megatron_elastic.corpus.tokenizer import Tokenizer, open_tokenizer
 from megatron_elastic.errors import ConfigError, DataError, raise_all
-from megatron_elastic.export.interpolate import RECIPE_FILE
+from megatron_elastic.hf.assets import TOKENIZER
+
+if TYPE_CHECKING:
+    from megatron_elastic.export.sources import Source
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -49,25 +53,30 @@ def encode_prompts(prompts: list[str], tokenizer: Tokenizer, tokens: int, max_se
     return encoded
 
 
-def find_tokenizer(info: CheckpointInfo, name: str | None, eod: str | None) -> Tokenizer:
-    """The tokenizer called `name`, or that of the data which the checkpoint's run was trained on.
+def find_tokenizer(source: Source, name: str | None, eod: str | None = None) -> Tokenizer:
+    """The tokenizer called `name`; else the one beside the weights; else that of the data which the run was trained on.
 
     An extracted checkpoint tells the run it comes from. eod: the word that ends a document, with `name` only.
     Raises DataError when nothing says which it is, it cannot be read, or it has more words than the model.
     """
     if name is None and eod is not None:
-        raise DataError(f"--eod {eod!r} needs --tokenizer; the data of the run says what ends a document")
-    tokenizer = _run_tokenizer(info) if name is None else open_tokenizer(name, eod)
-    if tokenizer.vocab_size > info.shape.vocab_size:
+        raise DataError(f"--eod {eod!r} needs --tokenizer; the model's own says what ends a document")
+    if name is not None:
+        tokenizer = open_tokenizer(name, eod)
+    elif source.assets is not None and (source.assets / TOKENIZER).is_file():
+        tokenizer = open_tokenizer(str(source.assets))
+    else:
+        tokenizer = _run_tokenizer(source)
+    if tokenizer.vocab_size > source.shape.vocab_size:
         raise DataError(
-            f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} words, but model.vocab_size is {info.shape.vocab_size}; "
+            f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} words, but model.vocab_size is {source.shape.vocab_size}; "
             "name the tokenizer the model was trained with: --tokenizer"
         )
     return tokenizer
 
 
-def _run_tokenizer(info: CheckpointInfo) -> Tokenizer:
-    for recipe in _recipes(info):
+def _run_tokenizer(source: Source) -> Tokenizer:
+    for recipe in _recipes(source):
         data = load_recipe(recipe).data if recipe.is_file() else None
         if data is not None:
             try:
@@ -75,8 +84,8 @@ def _run_tokenizer(info: CheckpointInfo) -> Tokenizer:
             except DataError as error:
                 raise DataError(f"{error}; or name the tokenizer with --tokenizer") from None
     raise DataError(
-        f"nothing says which tokenizer checkpoint {str(info.path)!r} was trained with: it is not in a run, nor is what it was extracted "
-        "from; name one: --tokenizer byte, or the path of a tokenizer.json"
+        f"nothing says which tokenizer {str(source.path)!r} was trained with: there is none beside it, and neither it nor what it was "
+        "extracted from is in a run; name one: --tokenizer byte, or the path of a tokenizer.json"
     )
 
 
@@ -88,8 +97,8 @@ def _data_tokenizer(path: str) -> Tokenizer:
     return tokenizer
 
 
-def _recipes(info: CheckpointInfo) -> Iterator[Path]:
+def _recipes(source: Source) -> Iterator[Path]:
     """Where the recipe of the checkpoint's run may be, then that of the run it was extracted from."""
-    yield info.path.parent.parent / RECIPE_FILE
-    if "extracted_from" in info.provenance:
-        yield Path(info.provenance["extracted_from"]).parent.parent / RECIPE_FILE
+    yield source.path.parent.parent / RECIPE_FILE
+    if "extracted_from" in source.provenance:
+        yield Path(source.provenance["extracted_from"]).parent.parent / RECIPE_FILE

@@ -1,109 +1,111 @@
-"""The proof that a family and its extracted members are the same models: masked = sliced = the written checkpoint, read back."""
+"""The proof that a family and its members are the same models: masked = sliced = the written model, read back by whoever reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatron_elastic.axes import SubmodelPlan
-from megatron_elastic.checkpoint import NamedTensors, open_checkpoint, write_named
 from megatron_elastic.elastic.attach import ElasticHandle, elasticize
-from megatron_elastic.errors import CheckpointError, PlanError
-from megatron_elastic.export.extract import extract
+from megatron_elastic.errors import CheckpointError
+from megatron_elastic.export.evaluate import Evaluator, windows
 from megatron_elastic.export.load import load_model
+from megatron_elastic.export.read_back import TransformersModel
+from megatron_elastic.export.sources import Source, describe, is_hugging_face, open_source
 from megatron_elastic.parallel import ParallelContext
-from megatron_elastic.shape import ModelShape
-from megatron_elastic.space import resize
 
 TOLERANCE = 1e-4
-"""Largest difference of two logits that still counts as the same model (fp32)."""
+"""Largest difference of two logits that still counts as the same model (fp32), for logits up to 1; in proportion to the largest above.
+
+Rounding grows with the numbers that are rounded: SmolLM2's logits of 30 move by 1e-4 when its weights move by half of their last bit.
+"""
+Reader = Literal["megatron", "transformers"]
+"""Who has read a written model back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far apart the three ways to run one plan are: largest absolute differences of logits, and losses per token.
+    """How far apart the ways to run one plan are: largest absolute differences of logits, and losses (nats per token).
 
-    loss: of the family in slice mode; extracted_loss: of the checkpoint; both None without held-out text.
+    reader: who read the written model back. loss: of the family in slice mode; extracted_loss: of the written model; None without text.
+    largest_logit: the largest absolute logit of the family in mask mode.
     """
 
+    reader: Reader
     masked_sliced: float
     masked_extracted: float
     loss: float | None
     extracted_loss: float | None
+    largest_logit: float = 1.0
 
     @property
     def holds(self) -> bool:
-        """Whether the three agree; what is not a number agrees with nothing."""
-        return self.masked_sliced <= TOLERANCE and self.masked_extracted <= TOLERANCE
-
-
-def write_submodel(source: Path, plan: SubmodelPlan, directory: Path) -> ModelShape:
-    """Extract a plan from a family's checkpoint to `directory`, tensor by tensor; returns the sub-model's shape.
-
-    Raises CheckpointError for a checkpoint without a family or an existing `directory`, PlanError for a plan outside the space.
-    """
-    tensors = NamedTensors(source)
-    space = tensors.info.space
-    if space is None:
-        raise CheckpointError(f"checkpoint {str(source)!r} holds no family; extract from the run of an elastic stage")
-    shape = resize(tensors.info.shape, plan)
-    provenance = {"extracted_from": str(source), "plan": plan.to_dict()}
-    write_named(directory, extract(tensors.items(), tensors.info.shape, space, plan), shape, provenance=provenance)
-    return shape
-
-
-def choose_plans(plans: Mapping[str, SubmodelPlan], budget: str | None, source: Path) -> dict[str, SubmodelPlan]:
-    """The plans of a family, or that of one budget. Raises PlanError when there is none of that name."""
-    if not plans:
-        raise PlanError(f"{str(source)!r} holds no plans: no elastic stage has saved a checkpoint there yet")
-    if budget is not None and budget not in plans:
-        raise PlanError(f"budget {budget!r} is not one of the family's: {', '.join(plans)}")
-    return dict(plans) if budget is None else {budget: plans[budget]}
+        """Whether all agree; what is not a number agrees with nothing."""
+        allowed = TOLERANCE * max(1.0, self.largest_logit)
+        return self.masked_sliced <= allowed and self.masked_extracted <= allowed
 
 
 class Verifier:
-    """A family, loaded once, against checkpoints of its members.
+    """A family, loaded once, against its members as they were written.
 
-    tokens: [batch, length] ids the logits are compared on; text: held-out microbatches for losses, empty for none.
+    tokens: [batch, length] ids the logits are compared on; documents: ids of texts for losses, scored in windows of `sequence_length`.
+    Raises CheckpointError for a source without a family.
     """
 
-    def __init__(self, source: Path, parallel: ParallelContext, tokens: torch.Tensor, text: list[Any]) -> None:
-        info = open_checkpoint(source)
-        if info.space is None:
-            raise CheckpointError(f"checkpoint {str(source)!r} holds no family; verify the run of an elastic stage")
-        self.shape, self.space, self.plans = info.shape, info.space, info.plans
-        self._parallel, self._tokens, self._text = parallel, tokens, text
+    def __init__(
+        self,
+        source: Source,
+        parallel: ParallelContext,
+        tokens: torch.Tensor,
+        documents: Sequence[NDArray[np.integer]],
+        sequence_length: int,
+    ) -> None:
+        if source.space is None:
+            raise CheckpointError(f"{describe(source)} holds no family; verify the run of an elastic stage")
+        self._source, self._parallel, self._tokens = source, parallel, tokens
+        self._documents, self._sequence_length = documents, sequence_length
         self._model = load_model(source, parallel)
-        self._handle: ElasticHandle = elasticize(self._model, info.space, parallel, info.shape)
+        self._handle: ElasticHandle = elasticize(self._model, source.space, parallel, source.shape)
 
     @torch.no_grad()
     def check(self, plan: SubmodelPlan, member: Path) -> Agreement:
-        """Compare one plan with its written checkpoint, read back as an ordinary model."""
+        """Compare one plan with its written model: a megatron checkpoint read by this package, a Hugging Face directory by transformers."""
         with self._handle.use(plan, "mask"):
             masked = self._logits(self._model)
         with self._handle.use(plan, "slice"):
-            sliced, loss = self._logits(self._model), self._loss(self._model)
-        ordinary = load_model(member, self._parallel)
-        extracted = self._logits(ordinary)
+            sliced = self._logits(self._model)
+        reader, extracted, extracted_loss = self._read_back(member)
         return Agreement(
+            reader=reader,
             masked_sliced=float((masked - sliced).abs().max()),
-            masked_extracted=float((masked - extracted).abs().max()),
-            loss=loss,
-            extracted_loss=self._loss(ordinary),
+            masked_extracted=float((masked - extracted).abs().max()) if masked.shape == extracted.shape else float("inf"),
+            loss=self._loss(self._model, self._handle, plan),
+            extracted_loss=extracted_loss,
+            largest_logit=float(masked.abs().max()),
         )
+
+    def _read_back(self, member: Path) -> tuple[Reader, torch.Tensor, float | None]:
+        """The logits and the loss of a written model."""
+        if is_hugging_face(member):
+            theirs = TransformersModel(member, max(self._sequence_length, self._tokens.shape[1]))
+            cut = [torch.from_numpy(window.astype(np.int64)) for window in windows(self._documents, self._sequence_length)]
+            return "transformers", theirs.logits(self._tokens), theirs.loss(cut) if cut else None
+        source = open_source(member)
+        ordinary = load_model(source, self._parallel)
+        return "megatron", self._logits(ordinary), self._loss(ordinary, None, None)
 
     def _logits(self, model: Any) -> torch.Tensor:
         positions = torch.arange(self._tokens.shape[1])[None].expand_as(self._tokens)
-        return model(self._tokens, positions, None)[..., : self.shape.vocab_size]
+        return model(self._tokens, positions, None)[..., : self._source.shape.vocab_size]
 
-    def _loss(self, model: Any) -> float | None:
-        from megatron_elastic.distill.losses import OutputLossTerms
-        from megatron_elastic.train.forward import batch_loss, hidden_states
-
-        terms = OutputLossTerms(vocab_size=self.shape.vocab_size, kl_weight=0.0, ce_weight=1.0)
-        losses = [batch_loss(model, hidden_states(model, batch), batch, terms, None, None, self._parallel) for batch in self._text]
-        return float(sum(loss.ce for loss in losses) / sum(loss.num_tokens for loss in losses)) if losses else None
+    def _loss(self, model: Any, handle: ElasticHandle | None, plan: SubmodelPlan | None) -> float | None:
+        if not self._documents:
+            return None
+        evaluator = Evaluator(model, handle, self._source.shape, self._parallel)
+        return evaluator.losses({"": plan}, self._documents, self._sequence_length)[""]

@@ -11,11 +11,10 @@ from megatron.core.activations import squared_relu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_elastic.errors import ConfigError, UnsupportedError, raise_all
+from megatron_elastic.fit import model_problems, release_problems
 from megatron_elastic.models.recompute import Recompute
 from megatron_elastic.parallel import ParallelContext
-from megatron_elastic.platform.versions import interleaves_hybrid, sums_expert_gradients
-from megatron_elastic.preflight import key_value_problems, parts_problems, unsayable
-from megatron_elastic.shape import LAYER_KINDS, ModelShape
+from megatron_elastic.shape import ModelShape
 
 _ACTIVATIONS = {"squared_relu": squared_relu, "silu": F.silu, "gelu": F.gelu}
 """gelu is exact (erf), which transformers calls "gelu"; its "gelu_new" and "gelu_pytorch_tanh" are another function."""
@@ -63,9 +62,8 @@ def model_configs(
     Raises ConfigError listing everything megatron-core cannot say and every size the layout does not divide, UnsupportedError for
     what it computes wrongly.
     """
-    raise_all(ConfigError, shape.problems() or unsayable(shape) + _layout_problems(shape, parallel), "model")
-    _refuse_interleaved_hybrid(shape, parallel)
-    _refuse_unsummed_experts(shape, parallel)
+    raise_all(ConfigError, shape.problems() or model_problems(shape, parallel.sizes), "model")
+    raise_all(UnsupportedError, release_problems(shape, parallel.sizes), "model")
     built: dict[ModelShape, TransformerConfig] = {}
     for layer in range(shape.num_layers):
         own = shape.at(layer)
@@ -182,50 +180,3 @@ def _mamba_fields(shape: ModelShape) -> dict[str, Any]:
         "mamba_num_groups": shape.mamba.groups,
         "mamba_state_dim": shape.mamba.state,
     }
-
-
-def _layout_problems(shape: ModelShape, parallel: ParallelContext) -> list[str]:
-    """Sizes the layout does not divide, one line each."""
-    found = [line for layer in range(shape.num_layers) for line in _layer_layout_problems(shape.at(layer), layer, parallel)]
-    if shape.vocab_rows % parallel.tensor:
-        found.append(f"parallel.tensor {parallel.tensor} does not divide model.padded_vocab_size (or vocab_size) {shape.vocab_rows}")
-    found += parts_problems(shape.num_layers, parallel.pipeline, parallel.virtual_pipeline)
-    return list(dict.fromkeys(found))
-
-
-def _layer_layout_problems(shape: ModelShape, layer: int, parallel: ParallelContext) -> list[str]:
-    """The same for the sizes of one layer; `shape` has that layer's."""
-    parts, sharded, found = LAYER_KINDS[shape.layer_pattern[layer]], {}, []
-    attention, mlp, moe, mamba = (getattr(shape, part) if part in parts else None for part in ("attention", "mlp", "moe", "mamba"))
-    if attention:
-        sharded["model.attention.heads"] = attention.heads
-        found += key_value_problems(attention, parallel.tensor)
-    if mlp:
-        sharded["model.mlp.ffn"] = mlp.ffn
-    if mamba:
-        sharded["model.mamba.groups"] = mamba.groups
-    if moe:
-        if moe.shared_ffn:
-            sharded["model.moe.shared_ffn"] = moe.shared_ffn
-        if moe.experts % parallel.expert:
-            found.append(f"parallel.expert {parallel.expert} does not divide model.moe.experts {moe.experts}")
-        if moe.ffn % parallel.expert_tensor:
-            found.append(f"parallel.expert_tensor {parallel.expert_tensor} does not divide model.moe.ffn {moe.ffn}")
-    found += [f"parallel.tensor {parallel.tensor} does not divide {key} {size}" for key, size in sharded.items() if size % parallel.tensor]
-    return found
-
-
-def _refuse_interleaved_hybrid(shape: ModelShape, parallel: ParallelContext) -> None:
-    if parallel.virtual_pipeline > 1 and not shape.is_gpt and not interleaves_hybrid():
-        raise UnsupportedError(
-            f"parallel.virtual_pipeline {parallel.virtual_pipeline}: the hybrid stack of megatron-core 0.16.1 has one part on a pipeline rank; "
-            "use 1 or megatron-core 0.19 (Python 3.12)"
-        )
-
-
-def _refuse_unsummed_experts(shape: ModelShape, parallel: ParallelContext) -> None:
-    if shape.has("moe") and not sums_expert_gradients(parallel.tensor, parallel.expert, parallel.expert_tensor):
-        raise UnsupportedError(
-            f"parallel.expert 1 with expert_tensor {parallel.expert_tensor} and tensor {parallel.tensor}: megatron-core 0.16.1 never sums "
-            f"these experts' gradients; set expert_tensor to {parallel.tensor} or raise parallel.expert"
-        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -15,15 +17,13 @@ from megatron_elastic.models.config import ModelConfigs, part_letters
 from megatron_elastic.models.layers import LayerSet, attention_spec, dense_spec, experts_spec, layer_spec
 from megatron_elastic.models.recompute import RecomputableTransformerLayer
 from megatron_elastic.parallel import ParallelContext
-from megatron_elastic.shape import LAYER_KINDS, ModelShape
+from megatron_elastic.shape import LAYER_KINDS, AttentionShape, ModelShape
 
 
 def gpt_model(shape: ModelShape, configs: ModelConfigs, parallel: ParallelContext, layers: LayerSet, part: int) -> LanguageModule:
     """Part number `part` of this rank's share of a GPT model, without weights. Its position embeddings are rotary, or there are none."""
     assert shape.attention is not None
-    base = shape.attention.rope_base
     letters = zip(part_letters(shape, parallel, part), configs.of_part(parallel, part), strict=True)
-    rotary = {"position_embedding_type": "none"} if base is None else _rotary(base, shape.attention.rope_fraction)
     return GPTModel(
         config=configs.model,
         transformer_layer_spec=TransformerBlockSubmodules(
@@ -36,13 +36,18 @@ def gpt_model(shape: ModelShape, configs: ModelConfigs, parallel: ParallelContex
         vp_stage=part if parallel.virtual_pipeline > 1 else None,
         share_embeddings_and_output_weights=shape.tied_embeddings,
         pg_collection=parallel.groups,
-        **rotary,
+        **_positions(shape.attention),
     )
 
 
-def _rotary(base: float, fraction: float) -> dict[str, object]:
-    """The first `fraction` of a head's channels rotate, in two halves (as in Llama), not in pairs."""
-    return {"position_embedding_type": "rope", "rotary_base": base, "rotary_percent": fraction}
+def _positions(attention: AttentionShape) -> dict[str, Any]:
+    """The first `rope_fraction` of a head's channels rotate, in two halves (as in Llama), not in pairs; or nothing does."""
+    if attention.rope_base is None:
+        return {"position_embedding_type": "none"}
+    rotations = {"position_embedding_type": "rope", "rotary_base": attention.rope_base, "rotary_percent": attention.rope_fraction}
+    if attention.rope_scaling is not None:
+        rotations |= {"rope_scaling": True, "rope_scaling_factor": attention.rope_scaling}
+    return rotations
 
 
 def _layer_spec(letter: str, config: TransformerConfig, shape: ModelShape, layers: LayerSet) -> ModuleSpec:

@@ -42,16 +42,23 @@ class Generation(StrEnum):
     V0_19 = "0.19"
 
 
+def installed_release() -> str | None:
+    """The version of the installed megatron-core, from its metadata; None when it is not installed."""
+    try:
+        return version("megatron-core")
+    except PackageNotFoundError:
+        return None
+
+
 @functools.cache
 def megatron_generation() -> Generation:
     """The generation of the installed megatron-core.
 
     Raises UnsupportedError when megatron-core is missing or of a release that was never tried.
     """
-    try:
-        installed = version("megatron-core")
-    except PackageNotFoundError:
-        raise UnsupportedError(f"megatron-core is not installed; install {SUPPORTED}") from None
+    installed = installed_release()
+    if installed is None:
+        raise UnsupportedError(f"megatron-core is not installed; install {SUPPORTED}")
     return generation_of(installed)
 
 

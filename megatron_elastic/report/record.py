@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_elastic.axes import SubmodelPlan
+from megatron_elastic.checkpoint.files import RECIPE_FILE
 from megatron_elastic.config import load_recipe
 from megatron_elastic.errors import CheckpointError, ConfigError
 from megatron_elastic.formats import FORMAT_VERSION, METRICS, VERIFY, VERSIONS
 from megatron_elastic.recipe import Recipe, StageConfig
 
-RECIPE_FILE = "recipe.yaml"
 METRICS_FILE = "metrics.jsonl"
 VERSIONS_FILE = "versions.json"
 VERIFY_FILE = "verify.json"

@@ -34,6 +34,7 @@ __all__ = [
     "build_datasets",
     "fixed_batches",
     "open_data",
+    "pack_samples",
     "packed_seq_params",
     "share_of_context",
 ]
@@ -175,7 +176,7 @@ def _batches(
 ) -> Iterator[MicroBatch]:
     for start in range(consumed, len(dataset) - global_batch + 1, global_batch):
         for first in range(data_rank * micro_batch, global_batch, data_size * micro_batch):
-            yield _pack([dataset[start + first + n] for n in range(micro_batch)], first)
+            yield pack_samples([dataset[start + first + n] for n in range(micro_batch)], first)
 
 
 def fixed_batches(dataset: GPTDataset, samples: int, *, micro_batch_size: int, data_rank: int, data_size: int) -> list[MicroBatch]:
@@ -193,7 +194,7 @@ def fixed_batches(dataset: GPTDataset, samples: int, *, micro_batch_size: int, d
             if number >= samples:
                 row["loss_mask"] = torch.zeros_like(row["loss_mask"])
             rows.append(row)
-        shares.append(_pack(rows, first))
+        shares.append(pack_samples(rows, first))
     return shares
 
 
@@ -202,8 +203,8 @@ def packed_seq_params(batch: MicroBatch) -> PackedSeqParams:
     return packed_documents(batch.cu_seqlens, batch.max_seqlen, batch.row_tokens, context=batch.context)
 
 
-def _pack(samples: list[dict[str, Tensor]], first_sample: int) -> MicroBatch:
-    """One row of samples of equal length [sequence_length]; a document begins wherever the position is 0."""
+def pack_samples(samples: list[dict[str, Tensor]], first_sample: int) -> MicroBatch:
+    """One row of samples, each with tokens, labels, loss_mask and position_ids [its tokens]; a document begins wherever the position is 0."""
     tokens, labels, loss_mask, positions = (
         torch.cat([sample[key] for sample in samples]) for key in ("tokens", "labels", "loss_mask", "position_ids")
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -11,9 +12,12 @@ from pathlib import Path
 import torch
 import yaml
 
+from megatron_elastic.checkpoint.files import ASSETS, RECIPE_FILE, find_assets, find_model_checkpoint, open_checkpoint
+from megatron_elastic.checkpoint.new_directory import new_directory
 from megatron_elastic.config import to_plain
 from megatron_elastic.errors import CheckpointError, ConfigError, DataError, ElasticError, PlanError, raise_all
 from megatron_elastic.formats import FAMILY, VERSIONS
+from megatron_elastic.importance.sort import unsorted_axes
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.preflight import recipe_problems
 from megatron_elastic.recipe import Recipe, StageConfig
@@ -88,6 +92,12 @@ def run_stage(run: Run, callbacks: list[Callback]) -> None:
         check_teacher(run)
         assert run.handle is not None
         _say(run, run.handle.summary())
+        if unsorted := unsorted_axes(run.handle.space, open_checkpoint(run.parent_checkpoint()).provenance):
+            names = ", ".join(axis.value for axis in unsorted)
+            _say(
+                run,
+                f"warning: the parent's {names} are not sorted by importance: members keep their first components, not the best; see `rank`, `sort`",
+            )
     data = batches(
         run.datasets().train,
         global_batch_size=stage.global_batch_size,
@@ -202,9 +212,19 @@ def _keep_recipe(run: Run) -> None:
     if not run.parallel.is_main:
         return
     run.directory.mkdir(parents=True, exist_ok=True)
-    (run.directory / "recipe.yaml").write_text(yaml.safe_dump(to_plain(run.recipe), sort_keys=False), encoding="utf-8")
+    (run.directory / RECIPE_FILE).write_text(yaml.safe_dump(to_plain(run.recipe), sort_keys=False), encoding="utf-8")
+    if run.recipe.parent is not None:
+        take_over_assets(Path(run.recipe.parent), run.directory)
     versions = VERSIONS.stamp | {name: version(name) for name in ("torch", "megatron-core", "numpy")}
     (run.directory / "versions.json").write_text(json.dumps(versions, indent=2) + "\n", encoding="utf-8")
+
+
+def take_over_assets(parent: Path, run_dir: Path) -> None:
+    """Copy what goes with the parent's weights (tokenizer, config.json) into the run, so that its members can be written without the parent."""
+    assets = find_assets(find_model_checkpoint(parent))
+    if assets is not None and not (run_dir / ASSETS).exists():
+        with new_directory(run_dir / ASSETS) as temporary:
+            shutil.copytree(assets, temporary, dirs_exist_ok=True)
 
 
 def finish(run: Run, *, trial: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,15 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-from megatron_elastic.checkpoint import PendingSave, find_model_checkpoint, load_checkpoint, load_latest, prune, save_checkpoint
+from megatron_elastic.checkpoint import (
+    PendingSave,
+    find_model_checkpoint,
+    load_checkpoint,
+    load_latest,
+    open_checkpoint,
+    prune,
+    save_checkpoint,
+)
 from megatron_elastic.config import to_plain
 from megatron_elastic.elastic.attach import ElasticHandle, elasticize
 from megatron_elastic.errors import CheckpointError, ConfigError
@@ -56,6 +65,7 @@ class Run:
         self.decider: Decider | None = None
         self._datasets: tuple[str, Datasets] | None = None
         self._saving: PendingSave | None = None
+        self._origin: Mapping[str, Any] = {}
 
     @property
     def checkpoints(self) -> Path:
@@ -97,7 +107,7 @@ class Run:
         """Continue from the latest checkpoint, else start from the recipe's parent, else from fresh weights. Says which."""
         found = load_latest(self.checkpoints, model=self.parts, parallel=self.parallel, shape=self.recipe.model, optimizer=self.optimizer)
         if found is not None:
-            state = found.state
+            state, self._origin = found.state, open_checkpoint(found.path).provenance
             self.stage_index, self.step = state["stage_index"], state["step"]
             self._check_recipe(found.path, state["recipe"])
             if state["elastic"]:
@@ -109,9 +119,9 @@ class Run:
             )
             return "\n".join([*found.notes, where])
         if self.recipe.parent is not None:
-            load_checkpoint(
-                find_model_checkpoint(Path(self.recipe.parent)), model=self.parts, parallel=self.parallel, shape=self.recipe.model
-            )
+            parent = find_model_checkpoint(Path(self.recipe.parent))
+            load_checkpoint(parent, model=self.parts, parallel=self.parallel, shape=self.recipe.model)
+            self._origin = open_checkpoint(parent).provenance
             self.optimizer.reload_model_params()
             return f"started from the parent {self.recipe.parent}"
         if self.recipe.stages[0].elastic:
@@ -190,9 +200,20 @@ class Run:
                 parallel=self.parallel,
                 shape=self.recipe.model,
                 family=(self.recipe.space, decider.family().plans if decider else {}),
+                provenance=self._provenance(),
                 asynchronous=self.recipe.checkpoint.asynchronous and not stage_end,
             )
         self.finish_save(block=False)
+
+    def _provenance(self) -> dict[str, Any]:
+        """Where the model comes from: what its parent says of itself (its name, its licence, how it is sorted), and what it has been trained on."""
+        steps = {stage.name: stage.total_steps for stage in self.recipe.stages[: self.stage_index]}
+        if self.step:
+            steps[self.stage.name] = self.step
+        sizes = {stage.name: stage.global_batch_size * stage.sequence_length for stage in self.recipe.stages}
+        assert self.recipe.data is not None
+        stages = ", ".join(f"{name}: {count * sizes[name]:,} tokens" for name, count in steps.items())
+        return {**self._origin, "data": f"{self.recipe.data.path} ({stages or 'no step yet'})"}
 
     def finish_save(self, *, block: bool) -> None:
         """Publish the checkpoint that is being written, once every rank has written, and delete the oldest. Every rank calls it.

@@ -198,9 +198,8 @@ def test_what_cannot_be_counted_is_refused(tmp_path: Path, capsys: Any) -> None:
 
 def test_more_ranks_than_kv_groups_are_left_out() -> None:
     recipe = load_recipe(ROOT / "recipes" / "nemotron_3_nano_30b.yaml")
-    assert recipe.space is not None
-    assert balance._reason_against(recipe, recipe.space, "TP", 2) == ""
-    assert "4 ranks compute keys and values of 2 KV groups" in balance._reason_against(recipe, recipe.space, "TP", 4)
+    assert balance._reason_against(recipe, "TP", 2) == ""
+    assert "4 ranks compute keys and values of 2 KV groups" in balance._reason_against(recipe, "TP", 4)
 
 
 def test_a_vocabulary_without_all_bytes_is_refused(recipe: Recipe, path: Path, _one_process: Any) -> None:

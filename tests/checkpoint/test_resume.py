@@ -15,7 +15,8 @@ import tiny_run
 import torch
 
 from megatron_elastic.checkpoint import PendingSave, load_checkpoint, load_latest, open_checkpoint, save_checkpoint
-from megatron_elastic.checkpoint.files import candidates, temporary_name
+from megatron_elastic.checkpoint.files import candidates
+from megatron_elastic.checkpoint.new_directory import temporary_name
 from megatron_elastic.errors import CheckpointError
 from megatron_elastic.parallel import ParallelContext
 

@@ -30,9 +30,9 @@ def run(tmp_path_factory: Any) -> Path:
     root = tmp_path_factory.mktemp("generate")
     data = in_new_process(harness.write_data, root)
     write_family(root / "run" / "checkpoints" / "stage-long", SHAPE)
-    (root / "run" / "recipe.yaml").write_text(yaml.safe_dump(plain_recipe(root / "run", data)), encoding="utf-8")
     code, _, err = in_new_process(command, "extract", str(root / "run"), "--budget", "small", "--out", str(root / "member"))
     assert code == 0, err
+    (root / "run" / "recipe.yaml").write_text(yaml.safe_dump(plain_recipe(root / "run", data)), encoding="utf-8")
     return root / "run"
 
 

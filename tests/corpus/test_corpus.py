@@ -188,9 +188,9 @@ def test_a_hugging_face_tokenizer_cannot_be_made_to_end_a_document(texts, tmp_pa
     (tmp_path / "tok").mkdir()
     trained.save(str(tmp_path / "tok" / "tokenizer.json"))
     with pytest.raises(DataError, match="does not say which word ends a document; name it with --eod"):
-        open_tokenizer(str(tmp_path / "tok"))
+        assert open_tokenizer(str(tmp_path / "tok")).eod
     with pytest.raises(DataError, match="has no word '<stop>'"):
-        open_tokenizer(str(tmp_path / "tok"), "<stop>")
+        write_data(options(texts, tokenizer=str(tmp_path / "tok"), eod="<stop>"), tmp_path / "out")
     (tmp_path / "tok" / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
     tokenizer = open_tokenizer(str(tmp_path / "tok"))
     ids = tokenizer.encode("a text <end> é")

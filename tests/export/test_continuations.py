@@ -21,7 +21,7 @@ from megatron_elastic.errors import ConfigError
 from megatron_elastic.export.generate import GenerateOptions, generate
 from megatron_elastic.export.load import load_model
 from megatron_elastic.export.sampling import Sampling
-from megatron_elastic.export.verify import write_submodel
+from megatron_elastic.export.write import write_submodel
 from tests.elastic.family import PARENTS
 from tests.export.random_family import write_family
 

@@ -1,5 +1,5 @@
-"""Members cut out of a trained family are ordinary checkpoints: transformers' NemotronH, in a process without this project, computes the
-logits of the masked family from them. `extract` refuses what it cannot do, `verify` notices every difference.
+"""Members cut out of a trained family are ordinary models: transformers' NemotronH, in a process without this project, computes the logits of
+the masked family from them. `extract` refuses what it cannot do, `verify` notices every difference.
 
 Run: pytest tests/export/test_extract.py
 """
@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +19,11 @@ from megatron_elastic.checkpoint import NamedTensors, open_checkpoint, write_nam
 from megatron_elastic.config import decode_recipe
 from megatron_elastic.cost import total_params, widths_of
 from megatron_elastic.space import parent_plan, resize
+from tests.export.read_back import family_logits, logits_in_a_fresh_process
 from tests.train import harness
 from tests.train.harness import command, in_new_process, plain_recipe
 
 BUDGETS = ["full", "medium", "small"]
-READER = Path(__file__).parent / "nemotron_reader.py"
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +33,7 @@ def run(tmp_path_factory: Any) -> Path:
     data = in_new_process(harness.write_data, root)
     recipe = plain_recipe(root / "run", data)
     recipe["model"]["attention"]["qkv_bias"] = False
+    recipe["model"]["mamba"]["chunk"] = 24  # one chunk: transformers' plain-PyTorch scan sums over the wrong axis when there are several
     in_new_process(harness.train, decode_recipe(recipe, "tiny.yaml"))
     return root / "run"
 
@@ -60,36 +58,16 @@ def refusal(*arguments: Any) -> str:
     return err.removeprefix("error: ").strip()
 
 
-def family_logits(checkpoint: Path, budget: str, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits of the whole family's weights, masked."""
-    from megatron_elastic.checkpoint import load_checkpoint
-    from megatron_elastic.elastic.attach import elasticize
-    from megatron_elastic.models.build import build_model
-    from megatron_elastic.parallel import ParallelContext
-
-    info, parallel = open_checkpoint(checkpoint), ParallelContext.initialize()
-    model = build_model(info.shape, parallel)
-    load_checkpoint(checkpoint, model=model, shape=info.shape, parallel=parallel)
-    assert info.space is not None
-    handle = elasticize(model.eval(), info.space, parallel, info.shape)
-    with handle.use(info.plans[budget], "mask"), torch.no_grad():
-        return model(tokens, torch.arange(tokens.shape[1])[None].expand_as(tokens), None)
-
-
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs the extra hf")
-def test_transformers_reads_the_smallest_member(run: Path, members: Path, tmp_path: Path) -> None:
-    family, member = open_checkpoint(run / "checkpoints" / "stage-long"), open_checkpoint(members / "small")
-    assert len(member.shape.layer_pattern) < len(family.shape.layer_pattern), "no layer is dropped: the test proves less than it says"
+def test_transformers_reads_the_smallest_member(run: Path, tmp_path: Path) -> None:
+    code, _, err = in_new_process(command, "extract", str(run), "--budget", "small", "--format", "hf", "--out", str(tmp_path / "small"))
+    assert code == 0, err
+    family = open_checkpoint(run / "checkpoints" / "stage-long")
+    assert family.plans["small"].dropped_layers, "no layer is dropped: the test proves less than it says"
     tokens = torch.randint(0, 257, (2, 22), generator=torch.Generator().manual_seed(3))
-    torch.save({"shape": asdict(member.shape), "tensors": tensors_of(members / "small"), "tokens": tokens}, tmp_path / "member.pt")
-    read = subprocess.run(
-        [sys.executable, "-I", str(READER), str(tmp_path / "member.pt"), str(tmp_path / "logits.pt")],
-        capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path,
-    )  # fmt: skip
-    assert read.returncode == 0, read.stderr
-    theirs, masked = torch.load(tmp_path / "logits.pt"), in_new_process(family_logits, family.path, "small", tokens)
+    theirs = logits_in_a_fresh_process({tmp_path / "small": tokens})[0]
+    masked, whole = in_new_process(family_logits, family.path, ["small", "full"], tokens)
     assert float((theirs - masked).abs().max()) < 1e-4
-    whole = in_new_process(family_logits, family.path, "full", tokens)
     assert float((whole - masked).abs().max()) > 0.1 and float(theirs.std()) > 0.1
 
 
@@ -100,7 +78,10 @@ def test_every_budget_has_its_size_and_says_where_it_comes_from(run: Path, membe
         assert info.kind == "model" and info.space is None and info.shape == resize(family.shape, family.plans[name])
         counted = sum(tensor.numel() for key, tensor in tensors.items() if not key.endswith("expert_bias"))
         assert counted == total_params(info.shape, widths_of(parent_plan(info.shape), info.shape.num_layers))
-        assert info.provenance == {"extracted_from": str(family.path), "plan": family.plans[name].to_dict()}
+        assert info.provenance["extracted_from"] == str(family.path) and info.provenance["plan"] == family.plans[name].to_dict()
+        assert info.provenance["budget"] == name and info.provenance["data"].startswith(
+            f"{run.parent / 'data'} (parent: 864 tokens, short: "
+        )
     parent, full = tensors_of(family.path), tensors_of(members / "full")
     assert parent.keys() == full.keys() and all(torch.equal(parent[name], full[name]) for name in parent)
 
@@ -169,12 +150,12 @@ def test_a_member_is_no_family(run: Path, members: Path, tmp_path: Path) -> None
         json.dumps(open_checkpoint(run / "checkpoints" / "stage-long").plans["small"].to_dict()), encoding="utf-8"
     )
     message = refusal("extract", members / "small", "--plan", tmp_path / "plan.json", "--out", tmp_path / "out")
-    assert "holds no family; extract from the run of an elastic stage" in message and not (tmp_path / "out").exists()
+    assert "holds no family; give --recipe, or extract from the run of an elastic stage" in message and not (tmp_path / "out").exists()
 
 
 def test_verify_writes_what_it_found(run: Path, members: Path) -> None:
     data = run.parent / "data"
-    options = ["--members", members, "--data", data, "--samples", "3", "--sequence-length", "36"]
+    options = ["--members", members, "--data", data, "--sequence-length", "36"]
     code, out, err = in_new_process(command, "verify", str(run), *map(str, options))
     assert code == 0, err
     assert all(name in out for name in BUDGETS)
@@ -202,11 +183,11 @@ def test_verify_notices_one_wrong_weight(run: Path, members: Path, tmp_path: Pat
             tensors["decoder.layers.2.self_attention.linear_proj.weight"][3, 5] += damage
         write_named(tmp_path / name, tensors.items(), open_checkpoint(members / name).shape)
     message = refusal("verify", run, "--members", tmp_path)
-    assert message == "medium: logits differ by more than 0.0001; the member is not the family's, extract it again"
+    assert message == "medium (megatron): logits differ by more than 0.0001; the member is not the family's, extract it again"
 
 
 def test_verify_refuses_members_that_are_not_there(run: Path, members: Path, tmp_path: Path) -> None:
-    assert f"checkpoint '{tmp_path / 'full'}' does not exist" in refusal("verify", run, "--members", tmp_path)
+    assert f"'{tmp_path / 'full'}' does not exist; give a run" in refusal("verify", run, "--members", tmp_path)
     assert "holds no plans" in refusal("verify", members / "small")
     assert "data.path" in refusal("verify", run, "--members", members, "--data", tmp_path / "nowhere")
 

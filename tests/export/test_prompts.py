@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint is that of its run's data, as it was written, and prompts are read one a line.
+"""The tokenizer of a model is the one beside its weights, or that of its run's data, as it was written, and prompts are read one a line.
 
 Run: pytest tests/export/test_prompts.py
 """
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_elastic.checkpoint.files import CheckpointInfo, CheckpointKind
 from megatron_elastic.errors import DataError
 from megatron_elastic.export.prompts import find_tokenizer, read_prompts
+from megatron_elastic.export.sources import Source
 from megatron_elastic.testing.tiny import tiny_shape
 from tests.train.harness import plain_recipe, write_data
 
@@ -28,9 +28,17 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def checkpoint(path: Path, **provenance: Any) -> CheckpointInfo:
+def checkpoint(path: Path, assets: Path | None = None, **provenance: Any) -> Source:
     shape = tiny_shape(vocab_size=300, padded_vocab_size=304)
-    return CheckpointInfo(path=path, kind=CheckpointKind.MODEL, shape=shape, space=None, plans={}, provenance=provenance)
+    return Source(path=path, shape=shape, tensors={}, dtypes={}, space=None, plans={}, provenance=provenance, assets=assets)
+
+
+def save_words(directory: Path) -> None:
+    """A tokenizer of four words that does not say which of them ends a document."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "</end>": 1, "number": 2, "says": 3}, unk_token="<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(directory / "tokenizer.json"))
 
 
 def change_data(run: Path, **changes: Any) -> None:
@@ -54,17 +62,22 @@ def test_a_tokenizer_that_has_changed_since_is_refused(run: Path) -> None:
 
 
 def test_the_data_say_what_ends_a_document(run: Path, tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    model = tokenizers.models.WordLevel({"<unk>": 0, "</end>": 1, "number": 2, "says": 3}, unk_token="<unk>")
-    words = tokenizers.Tokenizer(model)
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    words.save(str(tmp_path / "tokenizer.json"))  # no tokenizer_config.json beside it: the word was named with --eod
+    save_words(tmp_path)  # no tokenizer_config.json beside it: the word was named with --eod
     change_data(run, tokenizer=str(tmp_path / "tokenizer.json"), vocab_size=4, eod=1)
     found = find_tokenizer(checkpoint(run / "checkpoints" / "a"), None, None)
     assert found.eod == 1 and found.encode("says number").tolist() == [3, 2]
+    named = find_tokenizer(checkpoint(run / "checkpoints" / "a"), str(tmp_path))
     with pytest.raises(DataError, match="does not say which word ends a document; name it with --eod"):
-        find_tokenizer(checkpoint(run / "checkpoints" / "a"), str(tmp_path), None)
+        assert named.eod
     assert find_tokenizer(checkpoint(run / "checkpoints" / "a"), str(tmp_path), "</end>").eod == 1
+
+
+def test_the_tokenizer_beside_the_weights_goes_before_the_run_s(run: Path, tmp_path: Path) -> None:
+    inside = run / "checkpoints" / "a"
+    assert find_tokenizer(checkpoint(inside, assets=tmp_path), None).name == "byte"  # a model without a tokenizer.json
+    save_words(tmp_path)
+    assert find_tokenizer(checkpoint(inside, assets=tmp_path), None).name == str(tmp_path)
+    assert find_tokenizer(checkpoint(inside, assets=tmp_path), "byte").name == "byte"
 
 
 def test_prompts_are_lines(tmp_path: Path) -> None:

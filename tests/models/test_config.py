@@ -37,7 +37,7 @@ def test_layouts_that_do_not_fit_are_listed_at_once(parallel: ParallelContext) -
     with pytest.raises(ConfigError) as caught:
         model_configs(tiny_shape(), layout)
     for line in (
-        "parallel.tensor 5 does not divide model.padded_vocab_size (or vocab_size) 136",
+        "parallel.tensor 5 does not divide model.padded_vocab_size 136",
         "parallel.tensor 5 does not divide model.attention.heads 12",
         "parallel.tensor 5 is neither a divisor nor a multiple of model.attention.kv_groups 2; change one",
         "parallel.tensor 5 does not divide model.mlp.ffn 72",

@@ -76,4 +76,4 @@ def test_whole_experts_beside_split_layers_get_the_gradient_of_one_process(paral
 @pytest.mark.parametrize("shape", SHAPES)
 def test_on_the_older_release_they_are_refused(parallel: ParallelContext, shape: str) -> None:
     with pytest.raises(UnsupportedError, match="megatron-core 0.16.1 never sums .* set expert_tensor to 2 or raise parallel.expert"):
-        model_configs(SHAPES[shape], replace(parallel, tensor=2, expert_tensor=1))
+        model_configs(SHAPES[shape], replace(parallel, tensor=2, sequence_parallel=True, expert_tensor=1))

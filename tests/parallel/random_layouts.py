@@ -19,15 +19,15 @@ from megatron_elastic.axes import ElasticSpace
 from megatron_elastic.checkpoint import save_checkpoint
 from megatron_elastic.config import decode_recipe, to_plain
 from megatron_elastic.elastic.attach import elasticize
-from megatron_elastic.errors import ElasticError, UnsupportedError
+from megatron_elastic.errors import ElasticError
 from megatron_elastic.models.build import build_model
-from megatron_elastic.parallel import ParallelContext, layout_problems
+from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.preflight import recipe_problems
 from megatron_elastic.recipe import DistillConfig, ElasticConfig, ParallelConfig, PinnedBudget, Recipe, RouterConfig, StageConfig
 from megatron_elastic.shape import ModelShape
 from megatron_elastic.space import AxisChoices
 from megatron_elastic.testing.tiny import randomize_
-from megatron_elastic.train.data import MicroBatch, _pack, share_of_context  # pyright: ignore[reportPrivateUsage] - rows as the data makes them
+from megatron_elastic.train.data import MicroBatch, pack_samples, share_of_context
 from megatron_elastic.train.forward import batch_loss, hidden_states, loss_terms
 from megatron_elastic.train.loop import start_parallel
 from megatron_elastic.train.run import Run
@@ -70,13 +70,13 @@ def layouts(draw: st.DrawFn) -> ParallelConfig:
 
 def least_ranks(parallel: ParallelConfig) -> int:
     """The fewest processes a layout fits on."""
-    return parallel.pipeline * math.lcm(parallel.tensor * parallel.context, parallel.expert * parallel.expert_shards)
+    return parallel.pipeline * math.lcm(parallel.tensor * parallel.context, parallel.expert * parallel.sizes.expert_tensor)
 
 
 @st.composite
 def fitted(draw: st.DrawFn, shape: ModelShape, parallel: ParallelConfig) -> ModelShape:
     """`shape`, where most sizes that the layout divides are made divisible: sizes drawn alone hardly ever are."""
-    tensor, either = parallel.tensor, math.lcm(parallel.tensor, parallel.expert_shards)
+    tensor, either = parallel.tensor, math.lcm(parallel.tensor, parallel.sizes.expert_tensor)
 
     def times(unit: int) -> int:
         return draw(st.sampled_from((*(unit,) * 11, 1)))
@@ -114,7 +114,7 @@ def cases(draw: st.DrawFn) -> Case:
     if draw(st.sampled_from((*(True,) * 9, False))):  # or most would be refused for the same few reasons
         parallel = _plausible(parallel, experts=shape.has("moe"))
     shape = draw(fitted(shape, parallel))
-    groups = draw(st.sampled_from((math.lcm(parallel.tensor, parallel.expert_shards),) * 5 + (None,)))
+    groups = draw(st.sampled_from((math.lcm(parallel.tensor, parallel.sizes.expert_tensor),) * 5 + (None,)))
     if groups and any(width % groups for width in _neurons(shape)):
         groups = None
     space = draw(spaces_of(shape, groups, parallel.expert))
@@ -165,10 +165,7 @@ def refusal(case: Case) -> str | None:
         problems = recipe_problems(recipe)
     except ElasticError as error:
         return str(error)
-    parallel = recipe.parallel
-    problems += layout_problems(
-        case.world, parallel.tensor, parallel.pipeline, parallel.expert, parallel.expert_shards, parallel.context, parallel.virtual_pipeline
-    )
+    problems += recipe.parallel.sizes.process_problems(case.world)
     return problems[0] if problems else None
 
 
@@ -181,7 +178,7 @@ def row(recipe: Recipe, first: int = 0) -> MicroBatch:
         positions = torch.cat([torch.arange(cut), torch.arange(length - cut)])
         tokens = torch.randint(0, recipe.model.vocab_size, (length + 1,), generator=draw)
         samples.append({"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": torch.ones(length), "position_ids": positions})
-    return _pack(samples, first)
+    return pack_samples(samples, first)
 
 
 def work(recipe: Recipe, parallel: ParallelContext) -> None:
@@ -216,10 +213,9 @@ def forward_backward(recipe: Recipe, parallel: ParallelContext, part: Any, numbe
 
 @dataclass
 class Summary:
-    """What became of the cases: reasons of those that were refused, or that this release of megatron-core lacks; those built; failures, smallest first."""
+    """What became of the cases: reasons of those that were refused; those built; failures, smallest first."""
 
     refused: Counter[str]
-    unsupported: Counter[str]
     built: list[Case]
     failures: list[str]
     tried: int = 0
@@ -234,7 +230,7 @@ def try_layouts(examples: int) -> Summary:
     """Random cases, one rank each, all in this process; torch.distributed must not run in it."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    summary, failed, seen = Summary(Counter(), Counter(), [], []), [], set[str]()
+    summary, failed, seen = Summary(Counter(), [], []), [], set[str]()
 
     @settings(
         deadline=None,
@@ -264,10 +260,6 @@ def try_layouts(examples: int) -> Summary:
             finally:
                 parallel.destroy()
             summary.built.append(case)
-        except UnsupportedError as error:
-            if not error.problems[0].startswith(("parallel.virtual_pipeline ", "parallel.expert 1 with ")):  # what a release lacks
-                failed.append((len(str(case)), f"{case}\n{error}"))
-            summary.unsupported[error.problems[0]] += 1
         except Exception:  # noqa: BLE001 - anything that is not a refusal is what is looked for
             failed.append((len(str(case)), f"{case}\n{traceback.format_exc()}"))
         finally:

@@ -26,7 +26,7 @@ from megatron_elastic.recipe import (
 from megatron_elastic.router.sampling import derived_generator
 from megatron_elastic.shape import ModelShape
 from megatron_elastic.space import AxisChoices
-from megatron_elastic.train.data import MicroBatch, _pack  # pyright: ignore[reportPrivateUsage] - rows as the data makes them
+from megatron_elastic.train.data import MicroBatch, pack_samples
 from megatron_elastic.train.loop import start_parallel
 from megatron_elastic.train.run import Run
 from megatron_elastic.train.step import StepMetrics, train_step
@@ -74,7 +74,7 @@ def rows(vocab: int, parallel: ParallelContext) -> Iterator[MicroBatch]:
     """This replica's microbatches: several documents of awkward lengths in each, some tokens without a loss."""
     for step in range(STEPS):
         for first in range(parallel.data_rank * MICRO, BATCH, parallel.data * MICRO):
-            yield _pack([sample(vocab, step * BATCH + first + n) for n in range(MICRO)], first)
+            yield pack_samples([sample(vocab, step * BATCH + first + n) for n in range(MICRO)], first)
 
 
 def sample(vocab: int, number: int) -> dict[str, torch.Tensor]:

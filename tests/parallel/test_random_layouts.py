@@ -51,7 +51,7 @@ def test_what_is_not_refused_builds_and_runs(summary: Summary) -> None:
 
 def test_the_cases_are_of_all_kinds(summary: Summary) -> None:
     built = [case.recipe.parallel for case in summary.built]
-    assert len(built) + sum(summary.refused.values()) + sum(summary.unsupported.values()) == summary.tried >= 200
+    assert len(built) + sum(summary.refused.values()) == summary.tried >= 200
     assert len(built) >= 60 and sum(summary.refused.values()) >= 60
     for key, sizes in (("tensor", {1, 2, 3, 4, 8}), ("pipeline", {1, 2, 3, 4}), ("context", {1, 2, 4}), ("expert", {1, 2, 4, 8})):
         assert {getattr(parallel, key) for parallel in built} >= sizes, key

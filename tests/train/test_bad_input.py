@@ -308,6 +308,9 @@ def on_two_ranks(*arguments: list[str]) -> list[tuple[int, str, str]]:
     return in_new_processes(impatient, list(map(tuple, arguments)), environment=[common | {"RANK": str(rank)} for rank in range(2)])
 
 
+GPT_PARENT = ("model.layer_pattern=TXTXTX", "elastic=null", "stages.short.elastic=false", "stages.long.elastic=false")
+"""The recipe without its family and with layers that either megatron-core deals out in several parts."""
+
 BAD_ON_RANKS: dict[str, tuple[list[str], list[str], str]] = {
     "on both": (["stages.parent.warmup_steps=9"], ["stages.parent.warmup_steps=9"], "stages.parent: warmup_steps 9 must lie between 0 and"),
     "on one": ([], ["data.path=nowhere"], "data.path 'nowhere' does not exist; write one with"),
@@ -322,8 +325,8 @@ BAD_ON_RANKS: dict[str, tuple[list[str], list[str], str]] = {
         "parallel.pipeline 2 x virtual_pipeline 2 does not divide the 6 layers",
     ),
     "rounds": (
-        ["parallel.pipeline=2", "parallel.virtual_pipeline=3", "stages.parent.global_batch_size=6"],
-        ["parallel.pipeline=2", "parallel.virtual_pipeline=3", "stages.parent.global_batch_size=6"],
+        [*GPT_PARENT, "parallel.pipeline=2", "parallel.virtual_pipeline=3", "stages.parent.global_batch_size=6"],
+        [*GPT_PARENT, "parallel.pipeline=2", "parallel.virtual_pipeline=3", "stages.parent.global_batch_size=6"],
         "stages.parent: global_batch_size 6 gives each of 1 replicas 3 microbatches, not a multiple of parallel.pipeline 2",
     ),
     "replicas": (

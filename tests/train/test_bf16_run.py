@@ -164,7 +164,7 @@ def test_members_are_extracted_in_bf16_and_verified(bf16: tuple[Path, dict[str, 
         kinds = {name: tensor.dtype for name, tensor in member.items() if tensor.is_floating_point()}
         assert kinds and all(dtype == (torch.float32 if name.endswith(KEPT_IN_FP32) else torch.bfloat16) for name, dtype in kinds.items())
     # In fp32 arithmetic: 1e-4 of a logit would be lost in the rounding of bf16, and so would a weight cut at the wrong place.
-    arguments = ("--members", str(tmp_path / "members"), "--data", str(data), "--sequence-length", "72", "--samples", "3")
+    arguments = ("--members", str(tmp_path / "members"), "--data", str(data), "--sequence-length", "72", "--tokens", "2000")
     code, output, error = in_new_process(harness.command, "verify", str(bf16[0]), *arguments)
     assert code == 0 and "small" in output, error
 

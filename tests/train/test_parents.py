@@ -52,7 +52,7 @@ def test_the_whole_way(tmp_path: Path, data: Path, name: str, straight_through: 
     _run("extract", run, "--target", "0.5", "--out", str(tmp_path / "half"))
     between = open_checkpoint(tmp_path / "half").shape
     assert between.hidden_size <= family.shape.hidden_size
-    report = _run("verify", run, "--members", str(tmp_path / "members"), "--data", str(data), "--sequence-length", "36", "--samples", "2")
+    report = _run("verify", run, "--members", str(tmp_path / "members"), "--data", str(data), "--sequence-length", "36", "--tokens", "2000")
     assert all(name in report for name in ("full", "medium", "small"))
     assert "<html" in Path(_page(run)).read_text(encoding="utf-8")
 

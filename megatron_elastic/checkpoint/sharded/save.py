@@ -31,10 +31,9 @@ from megatron_elastic.checkpoint.files import (
     Description,
     cannot_write,
     move_latest,
-    publish,
-    temporary_name,
     write_description,
 )
+from megatron_elastic.checkpoint.new_directory import publish, temporary_name
 from megatron_elastic.checkpoint.sharded.state import build_state, detach_from_model
 from megatron_elastic.checkpoint.sharded.storage import PlanningStrategy, Shards, Written
 from megatron_elastic.errors import CheckpointError
@@ -47,7 +46,7 @@ _POLL_SECONDS = 0.05
 """How long a rank that has written waits before it asks the others again; nobody sits in a collective while another writes."""
 
 
-def save_checkpoint(
+def save_checkpoint(  # noqa: PLR0913 - one for each thing that is saved
     directory: Path,
     *,
     model: torch.nn.Module | Sequence[torch.nn.Module],
@@ -56,6 +55,7 @@ def save_checkpoint(
     optimizer: MegatronOptimizer | None = None,
     state: Mapping[str, Any] | None = None,
     family: tuple[ElasticSpace | None, Mapping[str, SubmodelPlan]] = (None, {}),
+    provenance: Mapping[str, Any] | None = None,
     asynchronous: bool = False,
 ) -> PendingSave:
     """Save a run as the checkpoint `directory` and point `latest` beside it at it. A collective: every rank calls it.
@@ -64,6 +64,7 @@ def save_checkpoint(
     model: this rank's part or parts, wrapped or not. optimizer: megatron-core's distributed optimizer, None for the model alone.
     state: plain data and tensors, the same on every rank (step, router...).
     family: what it is trained to hold, for the description: its space, None for an ordinary model, and the plans known yet by budget.
+    provenance: plain data for the description: where the model comes from, beside the versions that wrote it.
     asynchronous: return when the state is copied to host memory, and write while training goes on; nothing is published before the result's
     `finish` says so. Finish it before the next save begins.
     Raises CheckpointError on every rank when it cannot be written; the previous checkpoint and `latest` are as they were then.
@@ -83,7 +84,7 @@ def save_checkpoint(
         shape=shape,
         space=family[0],
         plans=family[1],
-        provenance={name: version(name) for name in ("torch", "megatron-core")},
+        provenance={**(provenance or {}), **{name: version(name) for name in ("torch", "megatron-core")}},
     )
     pending = PendingSave(directory, shards, description, parallel)
     if not asynchronous:

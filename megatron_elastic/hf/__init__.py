@@ -1,0 +1,1 @@
+"""Hugging Face formats: directories that `transformers` reads, to and from named tensors of ours."""
