@@ -35,11 +35,12 @@ SHORTER = {
     "data": ("--max-bytes", "2000000"),
     "train": ("--steps", "2", "eval.samples=2"),
     "verify": ("--tokens", "512"),
+    "rank": ("--tokens", "2048", "--depth-tokens", "256"),
 }
 """Command -> what is added so that it takes seconds."""
 SHORTER_STILL = SHORTER | {
     "data": ("--max-bytes", "400000"),
-    "train": ("--steps", "1", "stages.short.sequence_length=32", "stages.short.warmup_steps=0"),
+    "train": ("--steps", "1", "stages.short.sequence_length=32", "stages.short.warmup_steps=0", "stages.long.sequence_length=32"),
     "verify": ("--tokens", "64", "--sequence-length", "32"),
     "eval": ("--tokens", "128", "--sequence-length", "64"),
     "generate": ("--tokens", "4"),
