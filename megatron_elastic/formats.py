@@ -64,8 +64,8 @@ SORTED = FileFormat(version=1, remedy="sort the model again with this release")
 """sorted.json beside the weights of a sorted model in a Hugging Face directory."""
 ORIGIN = FileFormat(version=1, remedy="import the model again with this release")
 """origin.json among the assets of an imported model: its name and its licence."""
-VERIFY = FileFormat(version=1, remedy="run `megatron-elastic verify` on the run again")
-"""verify.json in a run."""
+VERIFY = FileFormat(version=2, also_read=(1,), remedy="run `megatron-elastic verify` on the run again")
+"""verify.json in a run. Version 2 has what every reader found of a budget; version 1 had one, and not whether it agreed."""
 EVAL = FileFormat(version=1)
 """What `megatron-elastic eval --json` writes."""
 REPORT = FileFormat(version=2)

@@ -297,6 +297,8 @@ TABLE: tuple[LayoutRow, ...] = (
 BUFFERS = ("mlp.router.expert_bias",)
 """Names (after the layer prefix) that are saved with the model but are not parameters."""
 
+LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
+"""An expert's number in the names of a model, where each has tensors of its own."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
@@ -310,6 +312,12 @@ def layer_of(name: str) -> int | None:
     """Global layer number (from 0) of a parameter, None outside the layers."""
     match = _LAYER.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def stacked_name(name: str) -> tuple[str, int | None]:
+    """The name of the full tensor that a model's tensor is part of, and which expert of the stack it is; None: it is no expert's."""
+    match = LOCAL_EXPERT.search(name)
+    return (name, None) if match is None else (LOCAL_EXPERT.sub(".experts.experts.", name), int(match[1]))
 
 
 def dims_of(name: str, shape: ModelShape, groups: Groups) -> tuple[Dim, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from megatron_elastic.axes import AxisSpec, ElasticAxis, ElasticSpace, SubmodelP
 from megatron_elastic.checkpoint.new_directory import force_to_disk, new_directory
 from megatron_elastic.checkpoint.streams import checksum_of
 from megatron_elastic.config import to_plain
-from megatron_elastic.errors import CheckpointError
+from megatron_elastic.errors import CheckpointError, ElasticError
 from megatron_elastic.formats import CHECKPOINT
 from megatron_elastic.recipe_files import flatten
 from megatron_elastic.shape import ModelShape
@@ -67,6 +68,8 @@ class CheckpointInfo:
     """Budget -> plan of the family, as far as they were known."""
     provenance: Mapping[str, Any]
     """Where it comes from, as its writer said."""
+    files: Mapping[str, int]
+    """Name -> bytes of every file it lists; all are there, in the directory itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,19 +98,28 @@ def open_checkpoint(path: Path) -> CheckpointInfo:
     if damage := _wrong_sizes(path, data):
         raise CheckpointError(f"checkpoint {str(path)!r} is half-written: {', '.join(damage)}; use an earlier one")
     try:
-        shape = dacite.from_dict(ModelShape, data["shape"], dacite.Config(strict=True, cast=[tuple]))
-        space = None if data["space"] is None else decode_space(data["space"], shape)
-        plans = {name: SubmodelPlan.from_dict(plan) for name, plan in data["plans"].items()}
-        return CheckpointInfo(
-            path=path,
-            kind=CheckpointKind(data["kind"]),
-            shape=shape,
-            space=space,
-            plans={name: plan if space is None else space.completed(plan) for name, plan in plans.items()},
-            provenance=data["provenance"],
-        )
-    except (KeyError, ValueError, TypeError, dacite.DaciteError) as error:
-        raise CheckpointError(f"{path / DESCRIPTION} cannot be understood: {error}") from None
+        return _decode(path, data)
+    except (ElasticError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError, dacite.DaciteError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(f"{path / DESCRIPTION} cannot be understood: {reason}; use another checkpoint") from None
+
+
+def _decode(path: Path, data: Mapping[str, Any]) -> CheckpointInfo:
+    """A description whose list of files was checked. Raises all sorts of errors for what no writer of ours has written."""
+    shape = dacite.from_dict(ModelShape, data["shape"], dacite.Config(strict=True, cast=[tuple]))
+    if problems := shape.problems():
+        raise ValueError(problems[0])
+    space = None if data["space"] is None else decode_space(data["space"], shape)
+    plans = {name: SubmodelPlan.from_dict(plan) for name, plan in data["plans"].items()}
+    return CheckpointInfo(
+        path=path,
+        kind=CheckpointKind(data["kind"]),
+        shape=shape,
+        space=space,
+        plans={name: plan if space is None else space.completed(plan) for name, plan in plans.items()},
+        provenance=dict(data["provenance"]),
+        files=data["files"],
+    )
 
 
 def _read_description(path: Path) -> dict[str, Any]:
@@ -120,20 +132,47 @@ def _read_description(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{str(path)!r} is not a checkpoint: it has no {DESCRIPTION}")
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         raise CheckpointError(f"checkpoint {str(path)!r} is half-written: {DESCRIPTION} is not JSON; use an earlier one") from None
+    except OSError as error:
+        raise CheckpointError(f"{str(file)!r} cannot be read: {error.strerror}") from None
     return data if isinstance(data, dict) else {}
 
 
+def _is_bare(name: str) -> bool:
+    """Whether a name out of a file names an entry of a directory itself, and leads nowhere else."""
+    return Path(name).name == name and name not in ("", "..") and name.isprintable()
+
+
+def _list_problem(data: Mapping[str, Any], key: str) -> str | None:
+    """What is wrong with a list of files in a description (name -> number); None when nothing is."""
+    listed = data.get(key)
+    if not isinstance(listed, dict):
+        return f"{DESCRIPTION} does not list the {key}"
+    foreign = [name for name in listed if not _is_bare(name)]
+    if foreign:
+        return f"{DESCRIPTION} lists {foreign[0]!r}, which is not the name of a file beside it"
+    wrong = [name for name, number in listed.items() if not isinstance(number, int)]
+    return f"{DESCRIPTION} lists {wrong[0]} with no number" if wrong else None
+
+
 def _wrong_sizes(path: Path, data: Mapping[str, Any]) -> list[str]:
-    problems = []
-    for name, size in data["files"].items():
-        file = path / name
-        if not file.is_file():
-            problems.append(f"{name} is missing")
-        elif file.stat().st_size != size:
-            problems.append(f"{name} has {file.stat().st_size} bytes, not {size}")
-    return problems
+    """What is wrong with the sizes of the listed files, or with the list itself."""
+    if problem := _list_problem(data, "files"):
+        return [problem]
+    return [problem for name, size in data["files"].items() if (problem := _wrong_size(path / name, size)) is not None]
+
+
+def _wrong_size(file: Path, size: int) -> str | None:
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return f"{file.name} is missing"
+    except OSError as error:
+        return f"{file.name} cannot be read: {error.strerror}"
+    if not stat.S_ISREG(found.st_mode):
+        return f"{file.name} is not a file"
+    return None if found.st_size == size else f"{file.name} has {found.st_size} bytes, not {size}"
 
 
 def damage(path: Path, *, reader: int = 0, readers: int = 1) -> list[str]:
@@ -150,10 +189,10 @@ def damage(path: Path, *, reader: int = 0, readers: int = 1) -> list[str]:
         data = _read_description(path)
     except CheckpointError:
         return [f"{DESCRIPTION} is not JSON"]
-    if "files" not in data:
-        return [f"{DESCRIPTION} does not list the files"]
     if problems := _wrong_sizes(path, data):
         return problems
+    if "checksums" in data and (problem := _list_problem(data, "checksums")):
+        return [problem]
     mine = sorted(data.get("checksums", {}).items())[reader::readers]
     return [problem for name, wanted in mine if (problem := _changed(path / name, wanted)) is not None]
 
@@ -250,11 +289,27 @@ def move_latest(directory: Path) -> None:
 def candidates(run_dir: Path) -> list[Path]:
     """What a run may go on from, whole or not, best first: the checkpoint that `latest` names, then the newest first.
 
-    A save that has not finished is not among them.
+    A save that has not finished is not among them. Raises CheckpointError when `latest` names no checkpoint beside it.
     """
-    pointer = run_dir / LATEST
-    named = [run_dir / pointer.read_text(encoding="utf-8").strip()] if pointer.is_file() else []
+    latest = _latest(run_dir)
+    named = [] if latest is None else [run_dir / latest]
     return named + [path for path in _newest_first(run_dir) if path not in named]
+
+
+def _latest(run_dir: Path) -> str | None:
+    """The name in the pointer file; None without one. Raises CheckpointError for anything but a bare name: it may come from anywhere."""
+    pointer = run_dir / LATEST
+    if not pointer.is_file():
+        return None
+    try:
+        name = pointer.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{str(pointer)!r} cannot be read: {error}; delete it to use the newest checkpoint") from None
+    if not _is_bare(name):
+        raise CheckpointError(
+            f"{str(pointer)!r} says {name[:100]!r}, which is not the name of a checkpoint beside it; write one there, or delete it to use the newest"
+        )
+    return name
 
 
 def find_model_checkpoint(path: Path) -> Path:
@@ -294,7 +349,7 @@ def _written_at(path: Path) -> tuple[int, str]:
 def _has_its_files(path: Path) -> bool:
     try:
         return not _wrong_sizes(path, _read_description(path))
-    except (CheckpointError, KeyError):
+    except CheckpointError:
         return False
 
 
@@ -302,12 +357,11 @@ def prune(run_dir: Path, keep_last: int, protected: Collection[str] = ()) -> lis
     """Delete the oldest checkpoints of a run and what a killed save left behind; returns the names deleted.
 
     keep_last: how many of the newest whole ones stay, besides the newest whole one of all, the one `latest` names, and `protected`: names
-    that stay and may be in the middle of being written.
+    that stay and may be in the middle of being written. Raises CheckpointError when `latest` names no checkpoint beside it.
     """
-    pointer = run_dir / LATEST
     found = _newest_first(run_dir)
     whole = [path.name for path in found if _has_its_files(path)]
-    spared = {*protected, *whole[:1], pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else ""}
+    spared = {*protected, *whole[:1], _latest(run_dir)}
     kept, doomed = 0, []
     for path in found:
         if path.name in whole and path.name not in protected:

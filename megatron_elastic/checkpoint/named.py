@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from megatron_elastic.axes import ElasticSpace, SubmodelPlan
 from megatron_elastic.checkpoint.files import ASSETS, CheckpointKind, Description, new_checkpoint, open_checkpoint
-from megatron_elastic.checkpoint.pieces import PIECE_ALIGNMENT, read_index, read_piece, save_piece
+from megatron_elastic.checkpoint.index import problems, read_index
+from megatron_elastic.checkpoint.pieces import PIECE_ALIGNMENT, read_piece, save_piece
 from megatron_elastic.checkpoint.streams import CarefulFile, written_early
 from megatron_elastic.errors import CheckpointError, raise_all
 from megatron_elastic.layout import full_shapes, layer_of
@@ -54,7 +55,8 @@ class NamedTensors(Mapping[str, Tensor]):
     """The weights of a checkpoint: a mapping from name to full tensor that reads one tensor each time it is asked.
 
     path: a checkpoint of any parallel layout. `info` says what it is. Iteration follows `layout.full_shapes`.
-    Raises CheckpointError when the checkpoint is missing, half-written, or its tensors are not those of its own shape.
+    Raises CheckpointError when the checkpoint is missing, half-written, its tensors are not those of its own shape, or a piece of anything in
+    it (optimizer state included) lies outside its files. Reading a tensor raises CheckpointError when the file holds another than the index says.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,18 +70,22 @@ class NamedTensors(Mapping[str, Tensor]):
             if isinstance(entry, TensorStorageMetadata) and not key.startswith(_NOT_WEIGHTS)
         }
         self._shapes = full_shapes(self.info.shape)
+        raise_all(CheckpointError, problems(index, self.info.files), f"checkpoint {str(path)!r} has a broken index")
         raise_all(CheckpointError, self._problems(), f"checkpoint {str(path)!r} is not of the model it describes")
 
     def _problems(self) -> list[str]:
         wanted = dict(entry for name, shape in self._shapes.items() for entry in _part_shapes(name, shape, self.info.shape))
-        problems = [f"{key} is missing" for key in wanted if key not in self._stored]
-        problems += [f"{key} is not one of the model's tensors" for key in self._stored if key not in wanted]
+        found = [f"{key} is missing" for key in wanted if key not in self._stored]
+        found += [f"{key} is not one of the model's tensors" for key in self._stored if key not in wanted]
         for key, entry in self._stored.items():
             if key in wanted and tuple(entry.size) != wanted[key]:
-                problems.append(f"{key} has shape {list(entry.size)}, not {list(wanted[key])}")
+                found.append(f"{key} has shape {list(entry.size)}, not {list(wanted[key])}")
             elif sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
-                problems.append(f"{key} has pieces that are missing")
-        return problems
+                found.append(f"{key} has pieces that are missing")
+        if not found:
+            parts = {name: [self._stored[key].properties.dtype for key in parts_of(name, self.info.shape)] for name in self._shapes}
+            found += [f"{name} has parts of several types" for name, dtypes in parts.items() if len(set(dtypes)) > 1]
+        return found
 
     def __getitem__(self, name: str) -> Tensor:
         """The full tensor `name`, on the CPU; one that is stored in one piece is mapped, and writing to it does not change the file.
@@ -93,17 +99,25 @@ class NamedTensors(Mapping[str, Tensor]):
 
     def _read(self, key: str) -> Tensor:
         entry = self._stored[key]
-        pieces = ((chunk, self._places[MetadataIndex(key, chunk.offsets)]) for chunk in entry.chunks)
-        tensors = ((chunk, read_piece(self.info.path / place.relative_path, place.offset, place.length)) for chunk, place in pieces)
         if len(entry.chunks) == 1:
-            return next(tensors)[1]
+            return self._piece(key, entry.chunks[0])
         whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-        for chunk, tensor in tensors:
+        for chunk in entry.chunks:
             target = whole
             for dim, (start, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
                 target = target.narrow(dim, start, length)
-            target.copy_(tensor)
+            target.copy_(self._piece(key, chunk))
         return whole
+
+    def _piece(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        """A piece of a stored tensor, which is what the index says. Raises CheckpointError."""
+        place, dtype = self._places[MetadataIndex(key, chunk.offsets)], self._stored[key].properties.dtype
+        file = self.info.path / place.relative_path
+        tensor = read_piece(file, place.offset, place.length)
+        if tensor.shape != chunk.sizes or tensor.dtype != dtype:
+            there, said = f"{tensor.dtype} {list(tensor.shape)}", f"{dtype} {list(chunk.sizes)}"
+            raise CheckpointError(f"{str(file)!r} holds {there} at byte {place.offset}, where the index has {said} of {key}")
+        return tensor
 
     def __contains__(self, name: object) -> bool:
         """Whether the model has a parameter of that name, without reading it."""

@@ -1,4 +1,4 @@
-"""How a `torch_dist` checkpoint is read: its index, and the pieces of tensors that it places in files. Runs nothing that a file names.
+"""The pieces of tensors in the files of a `torch_dist` checkpoint. Runs nothing that a file names, and believes no size that it says.
 
 Pieces lie one behind the other in a file, each what torch.save wrote of one tensor, a zip archive. torch.load would copy all of it, and
 torch.distributed.checkpoint once more; here it is mapped where it can be, so that what is used is read when it is used and no memory holds it twice.
@@ -13,24 +13,14 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from dataclasses import dataclass
-from pathlib import Path, PosixPath
+from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.serialization import _get_layout, get_crc32_options, set_crc32_options
+from torch.serialization import get_crc32_options, set_crc32_options
 
+from megatron_elastic.checkpoint.index import BROKEN
 from megatron_elastic.errors import CheckpointError
 
 PIECE_ALIGNMENT = 64
@@ -46,47 +36,6 @@ _STORAGES = {
     "HalfStorage": torch.float16,
 }
 """What torch.save calls the elements of a tensor of weights."""
-_INDEX_CLASSES = {
-    **{(each.__module__, each.__name__): each for each in (Metadata, MetadataIndex, StorageMeta, TensorProperties, _StorageInfo)},
-    **{(each.__module__, each.__name__): each for each in (BytesStorageMetadata, ChunkStorageMetadata, TensorStorageMetadata)},
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _MEM_FORMAT_ENCODING,
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _get_layout,
-    ("pathlib", "PosixPath"): PosixPath,
-}
-"""What an index is made of, besides types of tensors."""
-
-
-class _IndexReader(pickle.Unpickler):
-    """Reads an index, and runs nothing else that the file names: it may come from anywhere."""
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        """A class of an index. Raises UnpicklingError for anything else."""
-        found = _INDEX_CLASSES.get((module_name, global_name))
-        if found is None and module_name == "torch":
-            found = vars(torch).get(global_name)
-            found = found if isinstance(found, torch.dtype) else None
-        if found is None:
-            raise pickle.UnpicklingError(f"{module_name}.{global_name} is not part of an index")
-        return found
-
-
-def read_index(directory: Path) -> Metadata:
-    """The index of a checkpoint: what torch.distributed.checkpoint keeps in `.metadata`.
-
-    Raises CheckpointError when there is none, or it is something else.
-    """
-    file = directory / ".metadata"
-    try:
-        with file.open("rb") as stream:
-            index = _IndexReader(stream).load()
-    except OSError as error:
-        raise CheckpointError(f"{str(file)!r} cannot be read: {error.strerror}") from None
-    except (pickle.UnpicklingError, EOFError, KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{str(file)!r} is not the index of a checkpoint: {error}") from None
-    if not isinstance(index, Metadata):
-        raise CheckpointError(f"{str(file)!r} is not the index of a checkpoint")
-    return index
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +45,11 @@ class _Storage:
     entry: str
     dtype: torch.dtype
     numel: int
+
+    @property
+    def nbytes(self) -> int:
+        """Their bytes."""
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,28 +117,51 @@ def read_piece(path: Path, start: int, length: int) -> Tensor:
     """The tensor in `length` bytes of a file from byte `start` on, on the CPU.
 
     It keeps its part of the file mapped while it lives, where its elements are aligned, and is a copy otherwise; writing to it does not change
-    the file. Raises CheckpointError when there is no plain tensor.
+    the file. Raises CheckpointError when there is no plain tensor, or less of one than it says.
     """
     try:
         with path.open("rb") as file:
             with zipfile.ZipFile(io.BufferedReader(_Part(file, start, length))) as archive:
                 entries = {entry.filename.split("/", 1)[1]: entry for entry in archive.infolist()}
             description = entries["data.pkl"]
-            file.seek(_start_of(description, file, start))
+            file.seek(_start_of(description, file, start, length))
             described = _Describer(io.BytesIO(file.read(description.file_size))).load()
-            return _elements(file, _start_of(entries[described.storage.entry], file, start), described)
-    except (zipfile.BadZipFile, pickle.UnpicklingError, KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{str(path)!r} holds no plain tensor at byte {start}: {error}") from error
+            storage = entries[described.storage.entry]
+            _check(described, storage.file_size)
+            return _elements(file, _start_of(storage, file, start, length), described)
+    except OSError as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
+    except (zipfile.BadZipFile, *BROKEN) as error:
+        raise CheckpointError(f"{str(path)!r} holds no plain tensor at byte {start}: {' '.join(str(error).split())}") from error
 
 
-def _start_of(entry: zipfile.ZipInfo, file: io.BufferedReader, start: int) -> int:
-    """Where the bytes of an entry begin in the file whose archive begins at `start`; zipfile itself insists on the entries' checksums."""
+def _start_of(entry: zipfile.ZipInfo, file: io.BufferedReader, start: int, length: int) -> int:
+    """Where the bytes of an entry begin in the file whose archive has `length` bytes from byte `start` on; all of them lie in it.
+
+    zipfile itself insists on the entries' checksums.
+    """
     if entry.compress_type != zipfile.ZIP_STORED:
         raise zipfile.BadZipFile(f"{entry.filename} is compressed")
     lengths = start + entry.header_offset + _LOCAL_HEADER - 4
     file.seek(lengths)
     name, extra = file.read(2), file.read(2)
-    return lengths + 4 + int.from_bytes(name, "little") + int.from_bytes(extra, "little")
+    found = lengths + 4 + int.from_bytes(name, "little") + int.from_bytes(extra, "little")
+    if found + entry.file_size > start + length:
+        raise zipfile.BadZipFile(f"{entry.filename} is longer than its archive")
+    return found
+
+
+def _check(described: _Described, stored: int) -> None:
+    """Raise ValueError or TypeError unless the tensor lies in its storage, of which `stored` bytes are in the archive."""
+    storage, size, stride = described.storage, described.size, described.stride
+    numbers = (storage.numel, described.offset, *size, *stride)
+    if len(size) != len(stride) or not all(isinstance(number, int) and number >= 0 for number in numbers):
+        raise ValueError("its sizes are not numbers of elements")
+    if storage.nbytes != stored:
+        raise ValueError(f"{storage.numel} elements of {storage.dtype} are not the {stored} bytes that are stored")
+    last = described.offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    if math.prod(size) and last >= storage.numel:
+        raise ValueError(f"it needs {last + 1} elements, of which {storage.numel} are stored")
 
 
 def save_piece(tensor: Tensor, stream: Any) -> None:
@@ -211,10 +188,11 @@ def _elements(file: io.BufferedReader, start: int, described: _Described) -> Ten
     if start % storage.dtype.itemsize:  # not every processor computes with numbers that lie across their places
         elements = torch.empty(storage.numel, dtype=storage.dtype)
         file.seek(start)
-        file.readinto(elements.view(torch.uint8).numpy().data)
+        if file.readinto(elements.view(torch.uint8).numpy().data) != storage.nbytes:
+            raise EOFError("the file ends before the tensor does")
     else:
         before = start % mmap.ALLOCATIONGRANULARITY
-        size = before + storage.numel * storage.dtype.itemsize
+        size = before + storage.nbytes
         memory = mmap.mmap(file.fileno(), size, offset=start - before, access=mmap.ACCESS_COPY)
         memory.madvise(mmap.MADV_WILLNEED)
         elements = torch.frombuffer(memory, dtype=storage.dtype, count=storage.numel, offset=before)

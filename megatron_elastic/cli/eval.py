@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megatron_elastic.cli.calibration import FilesOption, TokenizerOption
+from megatron_elastic.cli.texts import HeldOutOption, IncludeOption, KeyOption
+
 if TYPE_CHECKING:
     from megatron_elastic.export.evaluate import Plans, Score
     from megatron_elastic.export.sources import Source
@@ -19,20 +22,16 @@ LONGEST_DEFAULT = 2048
 
 def command(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A run, a checkpoint, or a Hugging Face directory.")],
-    text: Annotated[
-        list[str] | None, typer.Option(help="A text or JSONL file, a directory of them, or 'stdlib'; may be repeated.", metavar="FILE|DIR")
-    ] = None,
-    data: Annotated[Path | None, typer.Option(help="A data directory: its held-out split.", metavar="DIR")] = None,
+    text: FilesOption = None,
+    data: HeldOutOption = None,
     budget: Annotated[list[str] | None, typer.Option(help="Budget to score; may be repeated. Default: every one.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Score at most this many tokens of each text.")] = None,
     sequence_length: Annotated[
         int | None, typer.Option(help=f"Tokens a window sees; default: the most the model takes, up to {LONGEST_DEFAULT}.")
     ] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="'byte', a tokenizer.json, or a directory with one; default: the model's.")] = None,
-    include: Annotated[
-        list[str] | None, typer.Option(help="File names read in directories; may be repeated. Default: *.py *.txt *.md *.rst")
-    ] = None,
-    key: Annotated[str, typer.Option(help="Entry of a JSONL record that holds its text.")] = "text",
+    tokenizer: TokenizerOption = None,
+    include: IncludeOption = None,
+    key: KeyOption = None,
     json: Annotated[Path | None, typer.Option(help="Also write the numbers to this file.", metavar="FILE")] = None,
 ) -> None:
     """Score text: nats per token, perplexity and bits per byte of the whole model and of every budget of its family.
@@ -44,11 +43,9 @@ def command(
       megatron-elastic eval runs/demo --data runs/demo/data
       megatron-elastic eval runs/demo/members/small --text book.txt --tokens 20000 --json small.json
     """
-    from megatron_elastic.corpus.sources import DEFAULT_INCLUDE
+    from megatron_elastic.cli.texts import read_texts
     from megatron_elastic.errors import ConfigError
-    from megatron_elastic.export.prompts import find_tokenizer
     from megatron_elastic.export.sources import open_source
-    from megatron_elastic.export.texts import held_out_text, read_text
 
     if not text and data is None:
         raise ConfigError("there is nothing to score; give --text FILE or DIR, or --data DIR")
@@ -57,14 +54,7 @@ def command(
     if json is not None and not json.parent.is_dir():
         raise ConfigError(f"--json {str(json)!r}: there is no directory {str(json.parent)!r}; make it first")
     source = open_source(path)
-    vocab_size = source.shape.vocab_size
-    texts = []
-    if text:
-        words = find_tokenizer(source, tokenizer)
-        patterns = tuple(include) if include else DEFAULT_INCLUDE
-        texts += [read_text(name, words, vocab_size=vocab_size, limit=tokens, include=patterns, key=key) for name in text]
-    if data is not None:
-        texts.append(held_out_text(data, vocab_size=vocab_size, limit=tokens))
+    texts = read_texts(source, text or (), data, tokens=tokens, tokenizer=tokenizer, include=include, key=key)
     from megatron_elastic.export.evaluate import check_sequence_length, write_scores
 
     length = min(LONGEST_DEFAULT, source.shape.max_sequence_length) if sequence_length is None else sequence_length

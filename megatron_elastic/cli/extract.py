@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -12,6 +13,7 @@ import typer
 if TYPE_CHECKING:
     from megatron_elastic.axes import SubmodelPlan
     from megatron_elastic.export.sources import Source
+    from megatron_elastic.export.write import Options
     from megatron_elastic.recipe import Recipe
 
 
@@ -66,7 +68,13 @@ def command(  # noqa: PLR0913 - one argument an option
 
     asked = {"--plan": plan, "--budget": budget, "--target": target, "--nested": nested or None}
     given = [name for name, value in asked.items() if value is not None]
-    _check_options(given, out, show, {} if format == "hf" else {"--family": family, "--shard-gigabytes": shard_gigabytes})
+    of_hugging_face = {"--family": family, "--shard-gigabytes": shard_gigabytes}
+    if show:
+        of_writing = {"--out": out, "--format": format == "hf", "--homogenise": homogenise, "--dtype": dtype, **of_hugging_face}
+        _check_list_alone([*given, *(name for name, value in of_writing.items() if value not in (None, False))])
+    else:
+        _check_options(given, out, {} if format == "hf" else of_hugging_face)
+    _check_shards(shard_gigabytes)
     options = Options(
         hugging_face=format == "hf",
         family=family,
@@ -81,12 +89,48 @@ def command(  # noqa: PLR0913 - one argument an option
         _list(model)
         return
     wanted = {"": None} if nested or (model.space is None and not given) else _plans(model, source, budget, plan, target, known)
-    for name, directory in _directories(out, list(wanted)).items():
+    directories = _directories(out, list(wanted))
+    _check_members(model, wanted, options)
+    for name, directory in directories.items():
         for line in write_member(model, wanted[name], directory, options, budget=budget or name or None):
             typer.echo(line)
 
 
-def _check_options(given: list[str], out: Path | None, show: bool, of_hugging_face: Mapping[str, object]) -> None:
+def _check_list_alone(given: list[str]) -> None:
+    """Raise ConfigError for options that --list does not look at."""
+    from megatron_elastic.errors import ConfigError
+
+    if given:
+        raise ConfigError(f"{' and '.join(given)}: --list writes nothing and shows every budget; leave out one or the other")
+
+
+def _check_shards(gigabytes: float | None) -> None:
+    """Raise ConfigError for a size that is no number of bytes."""
+    from megatron_elastic.errors import ConfigError
+
+    if gigabytes is not None and math.isinf(gigabytes):
+        raise ConfigError(f"--shard-gigabytes {gigabytes} must be finite; leave it out, or name more than the model has")
+
+
+def _check_members(model: Source, plans: Mapping[str, SubmodelPlan | None], options: Options) -> None:
+    """Raise, before the first member is written, what writing any of them would raise for its plan or its sizes."""
+    from megatron_elastic.errors import ConfigError
+    from megatron_elastic.export.member import homogenise
+    from megatron_elastic.export.sources import describe, family_to_write
+    from megatron_elastic.space import resize
+
+    for plan in plans.values():
+        shape = model.shape
+        if plan is not None and model.space is not None:
+            model.space.check(plan)
+            shape = resize(model.shape, homogenise(model.space, plan) if options.homogenise else plan)
+        elif options.homogenise:
+            raise ConfigError(f"--homogenise: {describe(model)} is written whole, without a plan; leave it out")
+        if options.hugging_face:
+            family_to_write(model, shape, options.family)
+
+
+def _check_options(given: list[str], out: Path | None, of_hugging_face: Mapping[str, object]) -> None:
     """Raise ConfigError for options that contradict each other. given: those that choose a member."""
     from megatron_elastic.errors import ConfigError
 
@@ -94,7 +138,7 @@ def _check_options(given: list[str], out: Path | None, show: bool, of_hugging_fa
         raise ConfigError(f"{' and '.join(given)} exclude each other; give one")
     if only_hf := [name for name, value in of_hugging_face.items() if value is not None]:
         raise ConfigError(f"{' and '.join(only_hf)}: only a Hugging Face directory has that; add --format hf, or leave it out")
-    if out is None and not show:
+    if out is None:
         raise ConfigError("--out is missing; name a directory to write, or add --list to look")
 
 
@@ -124,9 +168,9 @@ def _plans(
     if plan is not None:
         return {"": read_plan(plan) if model.space is None else model.space.completed(read_plan(plan))}
     if target is not None:
-        from megatron_elastic.export.interpolate import plan_at_target
+        from megatron_elastic.export.interpolate import plan_at_target, recipe_of_run
 
-        return {"": plan_at_target(model, target, recipe)}
+        return {"": plan_at_target(model, target, recipe_of_run(model) if recipe is None else recipe)}
     from megatron_elastic.export.sources import choose_plans
 
     plans = choose_plans(model.plans, budget, source)

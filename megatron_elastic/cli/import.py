@@ -16,7 +16,7 @@ def command(
         typer.Option(help="Rows of the embedding: a number that every tensor parallelism divides. Default: the model's words."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything but the weights' values, print the model, write nothing.")
+        bool, typer.Option("--dry-run", help="Check everything but the weights' values, print the model, keep nothing.")
     ] = False,
 ) -> None:
     """Read a pretrained model: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Mixtral or NemotronH.
@@ -34,9 +34,9 @@ def command(
     from megatron_elastic.export.member import cut
     from megatron_elastic.export.to_megatron import import_model, importable
 
-    if out.exists() and not dry_run:
+    if out.exists():
         raise CheckpointError(f"--out {str(out)!r} exists; choose another path or delete it")
-    with importable(path, padded_vocab_size=padded_vocab_size) as source:
+    with importable(path, out, padded_vocab_size=padded_vocab_size) as source:
         member = cut(source, None)
         typer.echo(f"{path}: {summary(source.shape)}")
         if not dry_run:

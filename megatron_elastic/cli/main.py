@@ -20,7 +20,7 @@ from megatron_elastic import __version__
 from megatron_elastic.errors import ElasticError, RankLostError
 
 PROGRAM = "megatron-elastic"
-COMMANDS = ("import", "data", "train", "plan", "validate", "rank", "sort", "extract", "verify", "eval", "generate", "report")
+COMMANDS = ("import", "data", "train", "plan", "validate", "rank", "sort", "reap", "extract", "verify", "eval", "generate", "report")
 """Modules of this package, in the order in which `--help` lists them."""
 
 EXIT_USER_ERROR = 2

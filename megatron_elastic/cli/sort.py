@@ -110,10 +110,9 @@ def _axes_text(space: ElasticSpace) -> str:
 
 def _sort(source: Source, ranking: Ranking, space: ElasticSpace, out: Path, *, hugging_face: bool) -> tuple[float, float]:
     """Write the sorted model, prove it, and only then give it its name; returns the largest difference of two logits, and the largest logit."""
-    import shutil
     from dataclasses import replace
 
-    from megatron_elastic.checkpoint.new_directory import publish, temporary_name
+    from megatron_elastic.checkpoint.new_directory import publish_new, scratch_beside
     from megatron_elastic.cli.show import counted
     from megatron_elastic.errors import CheckpointError
     from megatron_elastic.export.write import Options, write_member
@@ -123,9 +122,7 @@ def _sort(source: Source, ranking: Ranking, space: ElasticSpace, out: Path, *, h
     tensors = permute(source.tensors, source.shape, permutations(ranking, space))
     moved = replace(source, tensors=tensors, provenance={**source.provenance, SORTED: sorted_record(ranking, space)})
     options = Options(hugging_face=hugging_face, watch=lambda member: counted(member, f"writing {out.name}"))
-    scratch = temporary_name(out)
-    shutil.rmtree(scratch, ignore_errors=True)
-    try:
+    with scratch_beside(out) as scratch:
         write_member(moved, None, scratch / out.name, options)
         difference, largest = _difference(source, scratch / out.name)
         allowed = TOLERANCE * max(1.0, largest)
@@ -133,14 +130,8 @@ def _sort(source: Source, ranking: Ranking, space: ElasticSpace, out: Path, *, h
             raise CheckpointError(
                 f"sorting {str(source.path)!r} would change its logits by {difference:.1e}, more than {allowed:.1e}; nothing was written, please report this"
             )
-        publish(scratch / out.name, out)
-        return difference, largest
-    except OSError as error:
-        raise CheckpointError(
-            f"{str(out)!r} cannot be written: {error.strerror or error}; free space there or choose another path"
-        ) from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        publish_new(scratch / out.name, out)
+    return difference, largest
 
 
 def _difference(before: Source, after: Path) -> tuple[float, float]:

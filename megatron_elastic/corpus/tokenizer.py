@@ -71,7 +71,11 @@ class HuggingFaceTokenizer:
         self._tokenizer = _read_tokenizer(file)
         self._tokenizer.encode_special_tokens = True
         self._end, self._config = eod, file.parent / "tokenizer_config.json"
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = max(self.words().values()) + 1
+
+    def words(self) -> dict[str, int]:
+        """Every word and its id, special words included."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
 
     @property
     def eod(self) -> int:

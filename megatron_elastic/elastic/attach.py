@@ -26,7 +26,7 @@ from megatron_elastic.elastic.refusals import config_problems, slice_problems
 from megatron_elastic.elastic.router_module import ElasticAlltoAllDispatcher, ElasticTopKRouter
 from megatron_elastic.errors import ConfigError, UnsupportedError, raise_all
 from megatron_elastic.fit import space_problems
-from megatron_elastic.layout import Dim, axis_groups, dims_of
+from megatron_elastic.layout import Dim, axis_groups, dims_of, stacked_name
 from megatron_elastic.models.local_layers import LayerNormColumnParallelLinear, LocalLayerNorm, LocalRMSNorm
 from megatron_elastic.models.recompute import RecomputableMambaLayer, RecomputableMLPLayer, RecomputableTransformerLayer
 from megatron_elastic.parallel import ParallelContext
@@ -65,7 +65,6 @@ LAYERS = (RecomputableMambaLayer, RecomputableTransformerLayer, RecomputableMLPL
 STACKS = (hybrid_classes().stack, TransformerBlock)
 
 _LOCAL_LAYER = re.compile(r"decoder\.layers\.(\d+)(\..*)?")
-_LOCAL_EXPERT = re.compile(r"experts\.local_experts\.\d+\.")
 
 
 class ElasticHandle:
@@ -176,7 +175,7 @@ class _Attachment:
         match = _LOCAL_LAYER.fullmatch(name)
         self.layer = None if match is None else part.decoder.layers[int(match[1])].layer_number - 1
         full = canonical_name(name if match is None else f"decoder.layers.{self.layer}{match[2] or ''}")
-        self.full = _LOCAL_EXPERT.sub("experts.experts.", full)
+        self.full = stacked_name(full)[0]
 
     def make(self) -> None:
         """Give the module its elastic class, if it has one and a place in a plan."""

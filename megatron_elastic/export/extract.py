@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -33,30 +32,3 @@ def extract(
             tensor = select(tensor, dim, kept_runs)
         yield new, tensor.contiguous()
         del tensor  # it would be held while the next one is read
-
-
-_LOCAL_EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(.+)")
-
-
-def stack_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Named tensors with one tensor per expert (`experts.local_experts.K.*`, as a model has them) in the stacked form of checkpoints."""
-    stacked: dict[str, dict[int, torch.Tensor]] = {}
-    result = {}
-    for name, tensor in tensors.items():
-        match = _LOCAL_EXPERT.fullmatch(name)
-        if match is None:
-            result[name] = tensor
-        else:
-            stacked.setdefault(f"{match[1]}.experts.{match[3]}", {})[int(match[2])] = tensor
-    return result | {name: torch.stack([parts[n] for n in range(len(parts))]) for name, parts in stacked.items()}
-
-
-def unstack_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The inverse of `stack_experts`."""
-    result = {}
-    for name, tensor in tensors.items():
-        if ".experts.experts." in name:
-            result |= {name.replace(".experts.experts.", f".experts.local_experts.{n}."): part for n, part in enumerate(tensor)}
-        else:
-            result[name] = tensor
-    return result

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_elastic.axes import SubmodelPlan
-from megatron_elastic.checkpoint.files import CHECKPOINTS, RECIPE_FILE
+from megatron_elastic.checkpoint.files import CHECKPOINTS, DESCRIPTION, RECIPE_FILE
+from megatron_elastic.checkpoint.plain import RUN, read_plain
 from megatron_elastic.config import load_recipe
 from megatron_elastic.errors import CheckpointError, PlanError
 from megatron_elastic.export.sources import Source, describe
@@ -33,8 +34,12 @@ def plan_at_target(source: Source, target: float, recipe: Recipe | None) -> Subm
     """
     if source.space is None or not source.plans:
         raise CheckpointError(f"{describe(source)} holds no family; give --target for the run of an elastic stage, or with --recipe")
-    if recipe is None or recipe.space is None:
+    if recipe is None:
         raise CheckpointError(f"{describe(source)} is not inside a run, so that nothing says what a target counts; give --recipe or --plan")
+    if recipe.space is None:
+        raise CheckpointError(
+            f"the recipe of {describe(source)} has no elastic block, which says what a target counts; give --recipe or --plan"
+        )
     if recipe.space != source.space:
         raise CheckpointError(
             f"the recipe is not that of {describe(source)}: its elastic axes differ; restore {RECIPE_FILE}, or give --plan"
@@ -49,7 +54,10 @@ def plan_at_target(source: Source, target: float, recipe: Recipe | None) -> Subm
 
     budgets = budget_targets(recipe, cost)
     router = BudgetRouter(source.space, budgets, seed=recipe.seed, width=recipe.router.hidden)
-    router.load_state_dict(state)
+    try:
+        router.load_state_dict(state)
+    except (RuntimeError, TypeError, AttributeError):
+        raise CheckpointError(f"the router in {describe(source)} is not one of its recipe; restore {RECIPE_FILE}, or give --plan") from None
     missing = [name for name in budgets if name not in source.plans]
     if missing:
         raise PlanError(f"{describe(source)} has no plan for budget {missing[0]!r} yet; train on, or give --plan")
@@ -57,11 +65,8 @@ def plan_at_target(source: Source, target: float, recipe: Recipe | None) -> Subm
 
 
 def _router_state(path: Path) -> dict[str, Any] | None:
-    """The router of a training checkpoint; None for anything else."""
-    if not (path / "metadata.json").is_file():
+    """The router of a training checkpoint; None for anything else. Raises CheckpointError when the checkpoint holds more than plain data."""
+    if not (path / DESCRIPTION).is_file():
         return None
-    from megatron.core import dist_checkpointing
-
-    from megatron_elastic.checkpoint.sharded.state import RUN
-
-    return dist_checkpointing.load_common_state_dict(str(path)).get(RUN, {}).get("router")
+    run = read_plain(path).get(RUN)
+    return run.get("router") if isinstance(run, dict) else None

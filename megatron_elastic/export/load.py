@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_elastic.export.sources import Source, open_source
+from megatron_elastic.layout import stacked_name
 from megatron_elastic.models.build import build_model
 from megatron_elastic.models.weights import Shard, shards
 from megatron_elastic.parallel import ParallelContext
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
-
-_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 
 
 def load_model(source: Path | Source, parallel: ParallelContext) -> LanguageModule:
@@ -29,9 +27,8 @@ def load_model(source: Path | Source, parallel: ParallelContext) -> LanguageModu
     model = build_model(source.shape, parallel)
     waiting: dict[str, list[tuple[int | None, Shard]]] = {}
     for shard in shards(model):
-        match = _EXPERT.search(shard.name)
-        stacked = _EXPERT.sub(".experts.experts.", shard.name)
-        waiting.setdefault(stacked, []).append((int(match[1]) if match else None, shard))
+        stacked, expert = stacked_name(shard.name)
+        waiting.setdefault(stacked, []).append((expert, shard))
     with torch.no_grad():
         for name, parts in waiting.items():
             full = source.tensors[name]

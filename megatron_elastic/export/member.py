@@ -72,11 +72,14 @@ def homogenise(space: ElasticSpace, plan: SubmodelPlan) -> SubmodelPlan:
     """The narrowest plan with one width an axis that holds `plan`: on every axis the width of its widest layer that is kept.
 
     It uses weights of the parent that the plan leaves out, so it is another model, at least as wide, and costs what it costs.
+    Raises PlanError for a plan outside the space.
     """
+    space.check(plan)
     widths = {}
     for axis, width in plan.widths:
         spec = space.spec(axis)
         if spec is not None and isinstance(width, tuple):
-            width = max(each for each, layer in zip(width, spec.layers, strict=True) if plan.keeps_layer(layer))
+            kept = [each for each, layer in zip(width, spec.layers, strict=True) if plan.keeps_layer(layer)]
+            width = max(kept or width)  # as `resize` has it where no layer is kept
         widths[axis] = width
     return SubmodelPlan.of(widths, plan.dropped_layers)

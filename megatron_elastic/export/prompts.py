@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from megatron_elastic.checkpoint.files import RECIPE_FILE
 from megatron_elastic.config import load_recipe
-from megatron_elastic.corpus.info import open_data
-from megatron_elastic.corpus.tokenizer import Tokenizer, open_tokenizer
+from megatron_elastic.corpus.info import DESCRIPTION, DataInfo, open_data
+from megatron_elastic.corpus.tokenizer import HuggingFaceTokenizer, Tokenizer, open_tokenizer
 from megatron_elastic.errors import ConfigError, DataError, raise_all
 from megatron_elastic.hf.assets import TOKENIZER
 
@@ -63,8 +63,8 @@ def find_tokenizer(source: Source, name: str | None, eod: str | None = None) -> 
         raise DataError(f"--eod {eod!r} needs --tokenizer; the model's own says what ends a document")
     if name is not None:
         tokenizer = open_tokenizer(name, eod)
-    elif source.assets is not None and (source.assets / TOKENIZER).is_file():
-        tokenizer = open_tokenizer(str(source.assets))
+    elif (beside := _beside(source)) is not None:
+        tokenizer = beside
     else:
         tokenizer = _run_tokenizer(source)
     if tokenizer.vocab_size > source.shape.vocab_size:
@@ -73,6 +73,53 @@ def find_tokenizer(source: Source, name: str | None, eod: str | None = None) -> 
             "name the tokenizer the model was trained with: --tokenizer"
         )
     return tokenizer
+
+
+def check_data_tokenizer(source: Source, data: DataInfo) -> None:
+    """Raise DataError when a data directory holds the ids of another tokenizer than the model's own, where both are known.
+
+    The model's own is the one beside its weights, else that of the data of its run. Tokenizers of one name and size, or with the same words,
+    are the same; where one is not at its place any more, only their sizes are compared.
+    """
+    own = _own_tokenizer(source)
+    if own is None or own == (data.tokenizer, data.vocab_size):
+        return
+    name, words = own
+    if words != data.vocab_size or not _same_words(name, data.tokenizer):
+        raise DataError(
+            f"data.path {str(data.path)!r} holds ids of tokenizer {data.tokenizer!r} ({data.vocab_size:,} words), but the model's own is {name!r} "
+            f"({words:,} words); write the text again with: megatron-elastic data SOURCE --tokenizer {name} --out DIR"
+        )
+
+
+def _own_tokenizer(source: Source) -> tuple[str, int] | None:
+    """Name and words of a model's own tokenizer; None when it is not known."""
+    if (beside := _beside(source)) is not None:
+        return beside.name, beside.vocab_size
+    for recipe in _recipes(source):
+        trained_on = load_recipe(recipe).data if recipe.is_file() else None
+        if trained_on is not None and (Path(trained_on.path) / DESCRIPTION).is_file():
+            info = open_data(trained_on.path)
+            return info.tokenizer, info.vocab_size
+    return None
+
+
+def _same_words(one: str, other: str) -> bool:
+    """Whether two tokenizers of one size have the same words; also where one cannot be read any more."""
+    try:
+        first, second = open_tokenizer(one), open_tokenizer(other)
+    except DataError:
+        return True
+    if isinstance(first, HuggingFaceTokenizer) and isinstance(second, HuggingFaceTokenizer):
+        return first.words() == second.words()
+    return type(first) is type(second)
+
+
+def _beside(source: Source) -> Tokenizer | None:
+    """The tokenizer beside a model's weights."""
+    if source.assets is None or not (source.assets / TOKENIZER).is_file():
+        return None
+    return open_tokenizer(str(source.assets))
 
 
 def _run_tokenizer(source: Source) -> Tokenizer:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_elastic.errors import CheckpointError, UnsupportedError
@@ -36,6 +37,7 @@ class TransformersModel:
 
     def __init__(self, directory: Path, longest: int) -> None:
         try:
+            from huggingface_hub.errors import StrictDataclassError
             from transformers import AutoConfig, AutoModelForCausalLM
         except ImportError:
             raise UnsupportedError("reading a Hugging Face directory back needs transformers; install megatron-elastic[hf]") from None
@@ -45,6 +47,9 @@ class TransformersModel:
             if "chunk_size" in config.to_dict():
                 # transformers 5.14 sums over the wrong axis when its plain-PyTorch scan of Mamba-2 has several chunks; one gives the same model.
                 config.chunk_size = longest
+                # It also raises time steps to the smallest of fresh weights, which neither its CUDA kernels nor megatron-core do. Above 0, as it
+                # takes the logarithm.
+                config.time_step_min = torch.finfo(torch.float32).tiny
             with _without_bars():
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     directory,
@@ -54,8 +59,8 @@ class TransformersModel:
                     experts_implementation="eager",  # torch's grouped product refuses widths that are no multiple of 16 bytes
                     **where,
                 )
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise CheckpointError(f"transformers cannot read {str(directory)!r}: {error}") from None
+        except (OSError, ValueError, RuntimeError, KeyError, StrictDataclassError, SafetensorError) as error:
+            raise CheckpointError(f"transformers cannot read {str(directory)!r}: {' '.join(str(error).split())}") from None
         self._model, info = loaded
         wrong = [f"{kind.replace('_', ' ')}: {sorted(names)}" for kind, names in info.items() if names]
         if wrong:

@@ -170,7 +170,11 @@ def family_to_write(source: Source, shape: ModelShape, wanted: str | None = None
     With it comes why it is not the source's own, [] where it is. Raises UnsupportedError when the wanted one cannot say the shape, or none can.
     """
     if wanted is not None or source.assets is None:
-        return family_of_shape(shape, wanted), []
+        return family_of_shape(shape, wanted, holds_family=source.space is not None), []
     own = family_of_config(read_config(source.assets))
     problems = own.problems(shape)
-    return (family_of_shape(shape), [f"a {own.model_type} config cannot say {'; '.join(problems)}"]) if problems else (own, [])
+    return (
+        (family_of_shape(shape, holds_family=source.space is not None), [f"a {own.model_type} config cannot say {'; '.join(problems)}"])
+        if problems
+        else (own, [])
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from megatron_elastic.checkpoint.new_directory import new_directory
 from megatron_elastic.export.member import Member
 from megatron_elastic.export.nested import Nested, write_nested
-from megatron_elastic.hf.assets import files_of
+from megatron_elastic.hf.assets import copy_files
 from megatron_elastic.hf.card import Card, model_card
 from megatron_elastic.hf.config import CONFIG, MEANINGLESS, read_config
 from megatron_elastic.hf.families import Family
@@ -49,8 +48,8 @@ def write_hugging_face(
     with new_directory(directory) as temporary:
         write_weights(temporary, to_theirs(family.names, member.shape, member.tensors()), entries, shard_bytes=shard_bytes)
         (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for file in [] if assets is None else files_of(assets):
-            shutil.copyfile(file, temporary / file.name)
+        if assets is not None:
+            copy_files(assets, temporary)
         (temporary / "README.md").write_text(model_card(card), encoding="utf-8")
         if order is not None:
             write_record(temporary, order)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -11,7 +11,7 @@ import yaml
 
 from megatron_elastic.checkpoint.files import ASSETS, CHECKPOINTS, RECIPE_FILE
 from megatron_elastic.checkpoint.named import write_named
-from megatron_elastic.checkpoint.new_directory import new_directory
+from megatron_elastic.checkpoint.new_directory import new_directory, temporary_name
 from megatron_elastic.config import to_plain
 from megatron_elastic.describe import short_pattern
 from megatron_elastic.errors import CheckpointError
@@ -28,20 +28,38 @@ PARENT = "parent"
 
 
 @contextmanager
-def importable(path: Path, *, padded_vocab_size: int | None = None) -> Iterator[Source]:
-    """The Hugging Face model at `path`, a directory or a GGUF file, which is de-quantised into a temporary directory for as long as the block runs.
+def importable(path: Path, out: Path, *, padded_vocab_size: int | None = None) -> Iterator[Source]:
+    """The Hugging Face model at `path`, a directory or a GGUF file, which is de-quantised for as long as the block runs.
 
-    Raises what `open_source` and `convert_gguf` raise, and CheckpointError for anything else.
+    out: where the import will be; the de-quantised model, in fp32 larger than that, is put on the same disk. Raises what `open_source` and
+    `convert_gguf` raise, and CheckpointError for anything else, or no room for it.
     """
-    file = None if is_hugging_face(path) else find_gguf(path)
-    with TemporaryDirectory() as scratch:
-        if file is not None:
-            path = Path(scratch) / file.stem
-            path.mkdir()
-            convert_gguf(file, path)
-        elif not is_hugging_face(path):
-            raise CheckpointError(f"{str(path)!r} is neither a Hugging Face directory (no {CONFIG}) nor a GGUF file; give one of the two")
+    if is_hugging_face(path):
         yield open_source(path, padded_vocab_size=padded_vocab_size)
+    elif (file := find_gguf(path)) is not None:
+        with _dequantised(file, out) as directory:
+            yield open_source(directory, padded_vocab_size=padded_vocab_size)
+    else:
+        raise CheckpointError(f"{str(path)!r} is neither a Hugging Face directory (no {CONFIG}) nor a GGUF file; give one of the two")
+
+
+@contextmanager
+def _dequantised(file: Path, out: Path) -> Iterator[Path]:
+    """A GGUF file as a Hugging Face directory of its name, inside a temporary one beside `out`.
+
+    Raises what `convert_gguf` raises, and CheckpointError where nothing can be written.
+    """
+    place = next(parent for parent in out.absolute().parents if parent.is_dir())
+    with ExitStack() as stack:
+        try:
+            scratch = stack.enter_context(TemporaryDirectory(dir=place, prefix=f"{temporary_name(out).name}-"))
+            directory = Path(scratch) / file.stem
+            directory.mkdir()
+            convert_gguf(file, directory)
+        except OSError as error:
+            reason = error.strerror or error
+            raise CheckpointError(f"{str(place)!r} cannot be written: {reason}; free space there or choose another --out") from None
+        yield directory
 
 
 def import_model(source: Source, member: Member, directory: Path) -> None:

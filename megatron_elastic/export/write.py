@@ -16,7 +16,6 @@ from megatron_elastic.checkpoint.named import write_named
 from megatron_elastic.config import load_recipe
 from megatron_elastic.describe import sizes, summary
 from megatron_elastic.errors import CheckpointError, ConfigError
-from megatron_elastic.export.interpolate import recipe_of_run
 from megatron_elastic.export.member import Member, cut, homogenise
 from megatron_elastic.export.nested import Nested
 from megatron_elastic.export.sources import Source, describe, family_to_write, open_source
@@ -24,6 +23,7 @@ from megatron_elastic.export.to_hugging_face import write_hugging_face
 from megatron_elastic.hf.assets import Origin, read_origin, save_assets
 from megatron_elastic.hf.card import Card
 from megatron_elastic.hf.write import SHARD_BYTES
+from megatron_elastic.importance.reap import REAPED, reaped_text
 from megatron_elastic.importance.sort import SORTED
 from megatron_elastic.preflight import budget_plans, recipe_cost
 from megatron_elastic.recipe import Recipe
@@ -60,13 +60,13 @@ class Options:
 
 
 def with_recipe(source: Source, recipe: Path | None) -> tuple[Source, Recipe | None]:
-    """A source as the family that a recipe's `elastic` block makes of it, and that recipe; without one, the source and its run's recipe.
+    """A source as the family that a recipe's `elastic` block makes of it, and that recipe; without one, the source as it is.
 
     A source that is a family keeps its plans; its recipe says what a target counts.
     Raises ConfigError for a recipe without that block, of another model or of another family.
     """
     if recipe is None:
-        return source, recipe_of_run(source)
+        return source, None
     found = load_recipe(recipe)
     if found.space is None:
         raise ConfigError(f"--recipe {str(recipe)!r} has no elastic block, which names axes and budgets; add one")
@@ -102,9 +102,9 @@ def write_member(source: Source, plan: SubmodelPlan | None, directory: Path, opt
     if plan is not None and not plan.homogeneous and options.homogenise and source.space is not None:
         before, plan = plan, homogenise(source.space, plan)
         old, new = sizes(resize(source.shape, before))[0], sizes(resize(source.shape, plan))[0]
-        lines.append(f"{directory}: one width a layer costs {new - old:,} parameters more ({old:,} to {new:,}, {new / old - 1:+.1%})")
+        lines.append(f"{directory}: one width an axis costs {new - old:,} parameters more ({old:,} to {new:,}, {new / old - 1:+.1%})")
     member = cut(source, plan, dtype=None if options.dtype is None else DTYPES[options.dtype])
-    card = _card(source, plan, member, directory, budget, nested=options.nested)
+    card = _card(source, plan, member, directory, budget, options)
     if options.hugging_face:
         family, reasons = family_to_write(source, member.shape, options.family)
         lines += [f"{directory}: written as {family.model_type}; {reason}" for reason in reasons]
@@ -124,25 +124,33 @@ def write_member(source: Source, plan: SubmodelPlan | None, directory: Path, opt
             provenance=_provenance(source, plan, card),
             assets=None if source.assets is None else partial(save_assets, source.assets, Origin(card.parent, card.license)),
         )
-    return [*lines, f"{directory}: {budget or ('plan' if plan is not None else 'model')}, {summary(member.shape)}"]
+    written = replace(member.shape, padded_vocab_size=None) if options.hugging_face else member.shape
+    return [*lines, f"{directory}: {budget or ('plan' if plan is not None else 'model')}, {summary(written)}"]
 
 
-def _card(source: Source, plan: SubmodelPlan | None, member: Member, directory: Path, budget: str | None, *, nested: bool) -> Card:
+def _card(source: Source, plan: SubmodelPlan | None, member: Member, directory: Path, budget: str | None, options: Options) -> Card:
+    counts = partial(_counts, options)
     origin = None if source.assets is None else read_origin(source.assets)
     said = source.provenance
-    total, active = sizes(member.shape)
+    total, active = counts(member.shape)
     return Card(
         name=directory.name,
         parent=said.get("parent", origin.name if origin else None),
         license=said.get("license", origin.license if origin else None),
         parameters=total,
         active=active,
-        parent_parameters=said.get("parent_parameters") or sizes(source.shape)[0],
+        parent_parameters=said.get("parent_parameters") or counts(source.shape)[0],
         budget=budget or said.get("budget"),
         plan={} if plan is None else _plan_rows(source, plan),
         data=said.get("data"),
-        members={name: sizes(resize(source.shape, each))[0] for name, each in source.plans.items()} if nested else {},
+        experts=reaped_text(said[REAPED]) if REAPED in said else None,
+        members={name: counts(resize(source.shape, each))[0] for name, each in source.plans.items()} if options.nested else {},
     )
+
+
+def _counts(options: Options, shape: ModelShape) -> tuple[int, int]:
+    """Total and active parameters of a shape as it is written: a Hugging Face directory has no padding."""
+    return sizes(replace(shape, padded_vocab_size=None) if options.hugging_face else shape)
 
 
 def _plan_rows(source: Source, plan: SubmodelPlan) -> dict[str, tuple[str, str]]:
@@ -161,5 +169,5 @@ def _text(width: Width) -> str:
 def _provenance(source: Source, plan: SubmodelPlan | None, card: Card) -> dict[str, object]:
     found: dict[str, object] = {"extracted_from": str(source.path), "parent": card.parent, "license": card.license, "data": card.data}
     found |= {"parent_parameters": card.parent_parameters, "budget": card.budget}
-    found |= {key: source.provenance[key] for key in (SORTED,) if key in source.provenance}
+    found |= {key: source.provenance[key] for key in (SORTED, REAPED) if key in source.provenance}
     return found | ({} if plan is None else {"plan": plan.to_dict()})

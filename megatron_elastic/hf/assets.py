@@ -7,22 +7,27 @@ copied, never run: a model's own Python code stays where it was.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from megatron_elastic.errors import CheckpointError
 from megatron_elastic.formats import ORIGIN
-from megatron_elastic.hf.config import CONFIG
+from megatron_elastic.hf.card import read_license
+from megatron_elastic.hf.config import CONFIG, read_config
 
 ORIGIN_FILE = "origin.json"
 TOKENIZER = "tokenizer.json"
+CHAT_TEMPLATES = "additional_chat_templates"
+"""Directory of the chat templates that have names of their own, as transformers has it."""
 _TOKENIZER_FILES = (
     TOKENIZER,
     "tokenizer_config.json",
-    "tokenizer.model",
+    "tekken.json",
+    "*.model",  # sentencepiece, under any name
+    "tokenizer.model.v*",  # as Mistral has it
+    "*.tiktoken",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -30,41 +35,70 @@ _TOKENIZER_FILES = (
 )
 _PATTERNS = (*_TOKENIZER_FILES, "chat_template.jinja", "chat_template.json", "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
 """Files that are copied, whatever is in them."""
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""ORG/NAME, and no path of more or fewer parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a model comes from, None: nobody says. license: as its model card names it."""
+    """Where a model comes from, None: nobody says. license: as its model card names it, as one text (`hf.card`)."""
 
     name: str | None
     license: str | None
 
 
 def files_of(directory: Path) -> list[Path]:
-    """The files of a model's directory that go with its weights, its config excluded."""
+    """The files of a model's directory that go with its weights, its config and what `copy_files` copies from below it excluded."""
     return sorted({path for pattern in _PATTERNS for path in directory.glob(pattern) if path.is_file()})
+
+
+def copy_files(directory: Path, target: Path) -> None:
+    """Copy what goes with the weights of a model's directory to `target`, which exists, its config excluded.
+
+    Symbolic links, as the Hugging Face cache has them, become files. Raises OSError when the disk does not take them.
+    """
+    for file in files_of(directory):
+        shutil.copyfile(file, target / file.name)
+    if templates := sorted(path for path in (directory / CHAT_TEMPLATES).glob("*.jinja") if path.is_file()):
+        (target / CHAT_TEMPLATES).mkdir()
+        for file in templates:
+            shutil.copyfile(file, target / CHAT_TEMPLATES / file.name)
 
 
 def save_assets(directory: Path, origin: Origin, assets: Path) -> None:
     """Keep what goes with the weights of a Hugging Face directory (or the assets of another checkpoint) in `assets`, a new directory."""
     assets.mkdir()
-    for file in (directory / CONFIG, *files_of(directory)):
-        shutil.copyfile(file, assets / file.name)  # symbolic links, as the Hugging Face cache has them, become files
+    shutil.copyfile(directory / CONFIG, assets / CONFIG)
+    copy_files(directory, assets)
     text = json.dumps({**ORIGIN.stamp, "name": origin.name, "license": origin.license}, indent=2)
     (assets / ORIGIN_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def read_origin(directory: Path) -> Origin:
-    """The origin of a model: from `origin.json`, or from the model card of a Hugging Face directory. Raises CheckpointError for a broken file."""
+    """The origin of a model: from `origin.json`, or from a Hugging Face directory's place, config and model card.
+
+    The name is that of the Hub (ORG/NAME) where its cache's path or `_name_or_path` tells it, else the directory's.
+    Raises CheckpointError for a broken file.
+    """
     file = directory / ORIGIN_FILE
     if not file.is_file():
-        return Origin(directory.resolve().name, _card_license(directory / "README.md"))
+        return Origin(_name_of(directory), read_license(directory / "README.md"))
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
         ORIGIN.check(data, str(file))
         return Origin(data["name"], data["license"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{str(file)!r} cannot be understood: {error}; import the model again") from None
+
+
+def _name_of(directory: Path) -> str:
+    """The name of the model in a Hugging Face directory."""
+    place = directory.resolve()
+    repository = place.parent.parent.name.removeprefix("models--")
+    if place.parent.name == "snapshots" and repository != place.parent.parent.name:
+        return repository.replace("--", "/")  # models--ORG--NAME/snapshots/COMMIT; the Hub has no name with two hyphens in a row
+    said = read_config(directory).get("_name_or_path") if (directory / CONFIG).is_file() else None
+    return said if isinstance(said, str) and _HUB_NAME.fullmatch(said) else place.name
 
 
 def check_tokenizer(directory: Path, vocab_size: int) -> None:
@@ -78,19 +112,3 @@ def check_tokenizer(directory: Path, vocab_size: int) -> None:
         raise CheckpointError(
             f"{str(directory / TOKENIZER)!r} has {words} words, more than the {vocab_size} of vocab_size in {CONFIG}; they are not of one model"
         )
-
-
-def _card_license(card: Path) -> str | None:
-    """`license` in the YAML header of a model card."""
-    try:
-        text = card.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
-    if not text.startswith("---"):
-        return None
-    try:
-        header = yaml.safe_load(text.split("---", 2)[1])
-    except yaml.YAMLError:
-        return None
-    found = header.get("license") if isinstance(header, dict) else None
-    return found if isinstance(found, str) else None

@@ -39,6 +39,22 @@ MEANINGLESS = frozenset(
     )
 )
 """Keys that change neither weights nor logits of a model in evaluation: habits, training, bookkeeping. `quantization_config` is looked at first."""
+NEUTRAL_WHEN_FALSE = frozenset(
+    (
+        # What a model of these families might have had and has not.
+        *("attention_bias", "bias", "mlp_bias", "num_nextn_predict_layers", "qkv_bias", "shared_expert_intermediate_size"),
+        *("use_bias", "use_mrope", "use_qk_norm", "use_sliding_window"),
+        # What transformers 4 wrote of every model: how to generate, and kinds of models that these are not.
+        *("add_cross_attention", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "is_decoder", "min_length"),
+        *("no_repeat_ngram_size", "diversity_penalty", "output_scores", "remove_invalid_values", "return_dict_in_generate"),
+        *("tf_legacy_loss", "tie_encoder_decoder", "torchscript", "use_bfloat16"),
+        # What training drops.
+        *("attn_pdrop", "embd_pdrop", "embedding_dropout", "mlp_dropout", "resid_pdrop"),
+        # Which kernels compute the same.
+        *("_flash_attn_2_enabled", "use_flash_attn"),
+    )
+)
+"""Keys that published configs carry with false or 0, where no reader of these families makes anything of it. Any other value is refused."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -122,12 +138,23 @@ class ConfigKeys:
         """Raise ConfigError listing everything that was noted, and every key that is set and was not read."""
         if self._config.get("quantization_config"):
             self._problems.append("quantization_config: quantised weights are not read; give the model in bf16, fp16 or fp32")
+        # transformers asks every family's config for this key; false and null both let words see what follows them.
+        if self._given.get("is_causal", True) is not True:
+            self._problems.append(
+                f"is_causal {_short(self._given['is_causal'])} is not supported: attention to words that follow; choose a model without it"
+            )
+        known = self._read | MEANINGLESS | {"is_causal"}
         unknown = [
             f"{name} {_short(value)} is not known here, so that the model might be another; choose a model without it"
             for name, value in self._given.items()
-            if name not in self._read | MEANINGLESS and value not in (None, False, [], {})
+            if name not in known and not _says_nothing(name, value)
         ]
         raise_all(ConfigError, self._problems + unknown, CONFIG)
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    """Whether a key that nobody read leaves the model as it is; false of any key is not enough: it may switch off what every model has."""
+    return value is None or value in ([], {}) or (name in NEUTRAL_WHEN_FALSE and value in (False, 0))
 
 
 def _short(value: Any) -> str:

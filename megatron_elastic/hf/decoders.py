@@ -73,7 +73,7 @@ def read_qwen2(keys: ConfigKeys) -> ModelShape:
 def read_qwen3(keys: ConfigKeys) -> ModelShape:
     """Qwen3: norms of queries and keys, head by head."""
     _refuse_switched_windows(keys)
-    _refuse_attention_bias(keys)
+    _refuse_other_attention(keys)
     return _decoder(keys, qk_norm=True, **_dense(keys))
 
 
@@ -85,7 +85,7 @@ def write_qwen(shape: ModelShape) -> dict[str, Any]:
 def read_qwen3_moe(keys: ConfigKeys) -> ModelShape:
     """Qwen3-MoE: softmax router, single layers dense."""
     _refuse_switched_windows(keys)
-    _refuse_attention_bias(keys)
+    _refuse_other_attention(keys)
     layers, every = keys.require("num_hidden_layers"), keys.require("decoder_sparse_step")
     dense = keys.take("mlp_only_layers", default=[], kind=list)
     pattern = "".join("X" if layer not in dense and (layer + 1) % every == 0 else "T" for layer in range(layers))
@@ -233,7 +233,9 @@ def _refuse_layer_types(keys: ConfigKeys) -> None:
         keys.problem(f"layer_types {others[0]!r} is not supported: every layer must be 'full_attention'")
 
 
-def _refuse_attention_bias(keys: ConfigKeys) -> None:
+def _refuse_other_attention(keys: ConfigKeys) -> None:
+    """Attention of Qwen3 has no bias, and norms of queries and keys whether the file says so (Qwen3-Coder's does) or not."""
+    keys.demand("use_qk_norm", True, default=True, what="this family has norms of queries and keys")
     keys.demand("attention_bias", False, default=False, what="a bias of attention alone; choose a model without it")
 
 

@@ -114,9 +114,10 @@ def family_of_config(config: Mapping[str, Any]) -> Family:
     )
 
 
-def family_of_shape(shape: ModelShape, wanted: str | None = None) -> Family:
+def family_of_shape(shape: ModelShape, wanted: str | None = None, *, holds_family: bool = True) -> Family:
     """The family to write a model as: the one that is wanted, or the first that can say the shape.
 
+    holds_family: whether the model's source holds the family it was cut from, which a member that was extracted with a width per layer does not.
     Raises UnsupportedError when there is none, with what each family cannot say.
     """
     known = {family.model_type: family for family in FAMILIES}
@@ -131,6 +132,7 @@ def family_of_shape(shape: ModelShape, wanted: str | None = None) -> Family:
         )
     if not shape.homogeneous:
         (line, *_), *_ = reasons.values()
-        raise UnsupportedError(f"no Hugging Face config can say {line}; add --homogenise, or write a megatron checkpoint")
+        remedy = "add --homogenise" if holds_family else "extract it again from its family with --homogenise"
+        raise UnsupportedError(f"no Hugging Face config can say {line}; {remedy}, or write a megatron checkpoint")
     lines = [f"{kind} cannot say {'; '.join(problems)}" for kind, problems in reasons.items()]
     raise UnsupportedError("\n  - ".join(["this model has no Hugging Face family; write a megatron checkpoint:", *lines]), lines)

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from safetensors import SafetensorError
 
 from megatron_elastic.errors import CheckpointError, UnsupportedError, raise_all
+from megatron_elastic.hf.card import card_header
 from megatron_elastic.hf.gguf_tokenizer import TokenizerKeys, save_tokenizer
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ _MOE_KEYS = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+_LICENCE_KEYS = {"general.license": "license", "general.license.name": "license_name", "general.license.link": "license_link"}
+"""GGUF key -> key of a model card."""
 _NEUTRAL: dict[str, Any] = {"rope.scaling.type": "none"}
 """Keys without a setting of their own, and the one value that changes nothing."""
 
@@ -88,7 +92,7 @@ def convert_gguf(source: Path, directory: Path) -> None:
 
     source: a GGUF file. directory: exists and is empty; whoever made it removes it when this fails.
     Raises UnsupportedError for missing packages, an architecture, a key or a tokenizer that is not supported, CheckpointError for a file that is
-    not GGUF, damaged, incomplete or one part of several.
+    not GGUF, damaged, incomplete or one part of several, OSError when the disk does not take what is written.
     """
     reader = _open(source)
     fields = {name: _shortest(field.contents()) for name, field in reader.fields.items()}
@@ -98,13 +102,16 @@ def convert_gguf(source: Path, directory: Path) -> None:
         )
     architecture = _architecture(source, fields)
     tokenizer = TokenizerKeys.read(fields)
-    config = _config(source, fields, architecture, reader)
-    config.update(tokenizer.special_ids())
+    tokenizer.check(source)
+    config = _config(source, fields, architecture, reader, tokenizer.special_ids())
     model = _load(source, fields["general.architecture"], config, reader)
-    model.save_pretrained(directory)
-    save_tokenizer(source, tokenizer, directory, max_length=config.max_position_embeddings)
-    if "general.license" in fields:
-        (directory / "README.md").write_text(f"---\nlicense: {fields['general.license']}\n---\n", encoding="utf-8")
+    try:
+        model.save_pretrained(directory)
+        save_tokenizer(tokenizer, directory, max_length=config.max_position_embeddings)
+        if licence := {ours: fields[theirs] for theirs, ours in _LICENCE_KEYS.items() if theirs in fields}:
+            (directory / "README.md").write_text(card_header(licence), encoding="utf-8")
+    except SafetensorError as error:  # its word for every error of a disk
+        raise OSError(_line(error)) from None
 
 
 def _open(source: Path) -> GGUFReader:
@@ -124,7 +131,12 @@ def _open(source: Path) -> GGUFReader:
     try:
         return GGUFReader(source)
     except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:  # what reading past the end or nonsense comes to
-        raise CheckpointError(f"{source}: truncated or damaged GGUF file ({' '.join(str(error).split())}); fetch it again") from None
+        raise CheckpointError(f"{source}: truncated or damaged GGUF file ({_line(error)}); fetch it again") from None
+
+
+def _line(error: Exception) -> str:
+    """What an error says, on one line."""
+    return " ".join(str(error).split())
 
 
 def _shortest(value: Any) -> Any:
@@ -142,13 +154,41 @@ def _architecture(source: Path, fields: dict[str, Any]) -> _Architecture:
     return _ARCHITECTURES[name]
 
 
-def _config(source: Path, fields: dict[str, Any], architecture: _Architecture, reader: GGUFReader) -> PretrainedConfig:
-    """The config that the file's keys amount to. Raises UnsupportedError for every key that cannot be honoured."""
+def _config(
+    source: Path, fields: dict[str, Any], architecture: _Architecture, reader: GGUFReader, special_ids: dict[str, int]
+) -> PretrainedConfig:
+    """The config that the file's keys amount to.
+
+    Raises UnsupportedError for every key that cannot be honoured and for a model that transformers' class of the architecture cannot be,
+    CheckpointError for what is missing or no size.
+    """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    values = _settings(source, fields, architecture)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    prefix = fields["general.architecture"] + "."
+    missing = [f"no key {prefix}{key}" for key in architecture.keys if architecture.keys[key] not in _DERIVED | set(values)]
+    missing += ["no tensor token_embd.weight"] if "token_embd.weight" not in tensors else []
+    raise_all(CheckpointError, missing, f"{source}: incomplete GGUF file")
+    # What llama.cpp takes where a key is missing (llama.cpp/src/llama-model.cpp, load_hparams).
+    values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
+    values.setdefault("rope_theta", 10000.0)
+    values["vocab_size"] = int(tensors["token_embd.weight"].shape[1])  # GGUF counts axes from the fastest one
+    values["tie_word_embeddings"] = "output.weight" not in tensors
+    try:
+        return AutoConfig.for_model(architecture.model_type, **values, **architecture.fixed, **special_ids)
+    except StrictDataclassError as error:
+        raise UnsupportedError(
+            f"{source}: transformers has no such {architecture.model_type} model: {_line(error)}; import another format of the model"
+        ) from None
+
+
+def _settings(source: Path, fields: dict[str, Any], architecture: _Architecture) -> dict[str, Any]:
+    """Key of config.json -> value, for the keys of the architecture. Raises as `_config` does."""
     prefix = fields["general.architecture"] + "."
     values: dict[str, Any] = {}
-    problems = []
+    problems, wrong = [], []
     for name, value in fields.items():
         key = name.removeprefix(prefix)
         if key == name or _NEUTRAL.get(key) == value:
@@ -158,21 +198,15 @@ def _config(source: Path, fields: dict[str, Any], architecture: _Architecture, r
             problems.append(f"key {name} = {value!r} is not supported")
         elif isinstance(value, list):
             problems.append(f"{name} has a value per layer; layers that differ are not supported")
+        elif not isinstance(value, int | float) or not value > 0:
+            wrong.append(f"{name} = {value!r} is not a number above 0")
         elif values.setdefault(setting, value) != value:
             problems.append(
                 f"{name} = {value!r} and another key that means {setting} = {values[setting]!r} differ; partial rotary is not supported"
             )
     raise_all(UnsupportedError, problems, str(source))
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    missing = [f"no key {prefix}{key}" for key in architecture.keys if architecture.keys[key] not in _DERIVED | set(values)]
-    missing += ["no tensor token_embd.weight"] if "token_embd.weight" not in tensors else []
-    raise_all(CheckpointError, missing, f"{source}: incomplete GGUF file")
-    # What llama.cpp takes where a key is missing (llama.cpp/src/llama-model.cpp, load_hparams).
-    values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
-    values.setdefault("rope_theta", 10000.0)
-    values["vocab_size"] = int(tensors["token_embd.weight"].shape[1])  # GGUF counts axes from the fastest one
-    values["tie_word_embeddings"] = "output.weight" not in tensors
-    return AutoConfig.for_model(architecture.model_type, **values, **architecture.fixed)
+    raise_all(CheckpointError, wrong, str(source))
+    return values
 
 
 _DERIVED = {"head_dim", "rope_theta", "vocab_size"}
@@ -207,6 +241,8 @@ def _load(source: Path, architecture: str, config: PretrainedConfig, reader: GGU
         )
     except NotImplementedError as error:  # a quantisation that the gguf package cannot undo
         raise UnsupportedError(f"{source}: {error}; convert the file to another one first, for example Q8_0") from None
+    except (ValueError, RuntimeError) as error:  # rows that its heads do not divide
+        raise CheckpointError(f"{source}: its tensors do not fit its keys: {_line(error)}; fetch it again") from None
     model, found = loaded
     assert not found["missing_keys"], "every tensor has its place"
     problems = [f"tensor {name} has shape {list(has)} instead of {list(wants)}" for name, has, wants in sorted(found["mismatched_keys"])]

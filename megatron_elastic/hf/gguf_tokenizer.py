@@ -61,16 +61,26 @@ class TokenizerKeys:
         """The ids as config.json names them: bos_token_id, eos_token_id, pad_token_id."""
         return {f"{name}_token_id": number for name, number in self.ids.items() if name != "unk"}
 
+    def check(self, source: Path) -> None:
+        """Raise UnsupportedError for a kind of tokenizer that is not supported, CheckpointError for one that contradicts itself.
 
-def save_tokenizer(source: Path, keys: TokenizerKeys, directory: Path, *, max_length: int) -> None:
+        source: the GGUF file, for messages.
+        """
+        words = len(self.tokens) if self.model is not None else float("inf")
+        ids = {name: number for name, number in self.ids.items() if not isinstance(number, int) or not 0 <= number < words}
+        if ids or (self.add_bos and self.model is not None and "bos" not in self.ids):
+            raise CheckpointError(f"{source}: special words {ids or 'bos'} are not among the {len(self.tokens)} tokenizer.ggml.tokens")
+        if self.model is not None:
+            _check_kind(source, self)
+
+
+def save_tokenizer(keys: TokenizerKeys, directory: Path, *, max_length: int) -> None:
     """Write tokenizer.json, tokenizer_config.json and the chat template into `directory`; nothing when the file has no tokenizer.
 
-    source: the GGUF file, for messages. max_length: longest text of the model [tokens].
-    Raises UnsupportedError for a kind of tokenizer that is not supported, CheckpointError for one that contradicts itself.
+    keys: checked. max_length: longest text of the model [tokens]. Raises OSError when the disk does not take it.
     """
     if keys.model is None:
         return
-    _check(source, keys)
     from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
@@ -94,19 +104,27 @@ def save_tokenizer(source: Path, keys: TokenizerKeys, directory: Path, *, max_le
         first = processors.TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, keys.ids["bos"])])
         tokenizer.post_processor = processors.Sequence([byte_level, first])
     words = {f"{name}_token": keys.tokens[number] for name, number in keys.ids.items()}
-    PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         clean_up_tokenization_spaces=False,
         model_max_length=max_length,
         chat_template=keys.chat_template,
         **words,
-    ).save_pretrained(directory)
+    )
+    try:
+        fast.save_pretrained(directory)
+    except Exception as error:
+        # The tokenizers package is not written in Python: what goes wrong with a disk comes out of it as Exception itself.
+        if type(error) is not Exception:
+            raise
+        raise OSError(str(error)) from None
     # The class as releases of transformers before 5 know it, too; 5 reads either.
     config = directory / "tokenizer_config.json"
-    config.write_text(config.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
+    text = config.read_text(encoding="utf-8")
+    config.write_text(text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), encoding="utf-8")
 
 
-def _check(source: Path, keys: TokenizerKeys) -> None:
+def _check_kind(source: Path, keys: TokenizerKeys) -> None:
     if keys.model != "gpt2" or keys.pre not in _CUTS:
         known = ", ".join(_CUTS)
         raise UnsupportedError(
@@ -117,9 +135,6 @@ def _check(source: Path, keys: TokenizerKeys) -> None:
         raise UnsupportedError(f"{source}: tokenizer.ggml.add_eos_token true is not supported; import the Hugging Face directory instead")
     if len(keys.types) != len(keys.tokens):
         raise CheckpointError(f"{source}: {len(keys.tokens)} tokenizer.ggml.tokens but {len(keys.types)} tokenizer.ggml.token_type")
-    ids = {name: number for name, number in keys.ids.items() if number >= len(keys.tokens)}
-    if ids or (keys.add_bos and "bos" not in keys.ids):
-        raise CheckpointError(f"{source}: special words {ids or 'bos'} are not among the {len(keys.tokens)} tokenizer.ggml.tokens")
 
 
 def _byte_level() -> PreTokenizer:

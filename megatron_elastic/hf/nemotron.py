@@ -14,7 +14,10 @@ from megatron_elastic.hf.rules import EXPERT, EXPERTS, QKV, WHOLE, WORDS, NameMa
 from megatron_elastic.shape import HYBRID_LETTERS, AttentionShape, MambaShape, MlpShape, ModelShape, MoeShape
 
 _LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
-_SHAPES_FRESH_WEIGHTS = ("rescale_prenorm_residual", "time_step_min", "time_step_max", "time_step_floor", "time_step_rank", "expand")
+_SHAPES_FRESH_WEIGHTS = ("rescale_prenorm_residual", "time_step_max", "time_step_floor", "time_step_rank", "expand")
+_CLAMPS_WITHOUT_KERNELS = ("time_step_min",)
+"""It shapes fresh weights, too, but transformers' plain-PyTorch mixer also raises every smaller time step to it in evaluation. Its CUDA kernels and
+megatron-core's mixer do not: they limit time steps by time_step_limit alone, and they are what the published models were trained with."""
 _SAID_ELSEWHERE = ("mtp_layers_block_type", "moe_shared_expert_overlap", "mamba_ssm_cache_dtype", "residual_in_fp32")
 _MOE_KEYS = ("n_routed_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "routed_scaling_factor")
 _MOE_KEYS += ("moe_shared_expert_intermediate_size", "n_group", "topk_group", "n_shared_experts", "norm_topk_prob", "moe_latent_size")
@@ -42,7 +45,9 @@ def read_nemotron(keys: ConfigKeys) -> ModelShape:
     keys.demand("num_nextn_predict_layers", 0, default=0, what="multi-token prediction heads; choose a model without them")
     keys.demand("tie_word_embeddings", False, default=False, what="transformers does not tie the two matrices of this family")
     # Attention has no rotary embeddings, whatever the file says, and sizes are said outright.
-    keys.ignore("rope_theta", "rope_parameters", "partial_rotary_factor", *_SHAPES_FRESH_WEIGHTS, *_SAID_ELSEWHERE)
+    keys.ignore(
+        "rope_theta", "rope_parameters", "partial_rotary_factor", *_SHAPES_FRESH_WEIGHTS, *_CLAMPS_WITHOUT_KERNELS, *_SAID_ELSEWHERE
+    )
     limits = keys.take("time_step_limit", default=_NO_LIMITS[0], kind=list)
     if limits not in _NO_LIMITS:
         keys.problem(f"time_step_limit {limits} is not supported: megatron-core does not limit time steps")

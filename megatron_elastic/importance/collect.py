@@ -91,7 +91,7 @@ def collect(
     record = None if observer is None else observer.record(tokens)  # after the widths: what is no number is named where it begins
     if record is not None and chosen is not ExpertCriterion.RANDOM:
         scores[ElasticAxis.EXPERTS] = record.scores(chosen)
-    return Collected(scores=_with_random(scores, shape, seed), criteria=_criteria(shape, name, chosen), experts=record, tokens=tokens)
+    return Collected(scores=with_random(scores, shape, seed), criteria=_criteria(shape, name, chosen), experts=record, tokens=tokens)
 
 
 def _criteria(shape: ModelShape, name: CriterionName, experts: ExpertCriterion) -> dict[ElasticAxis, str]:
@@ -99,8 +99,8 @@ def _criteria(shape: ModelShape, name: CriterionName, experts: ExpertCriterion) 
     return {axis: (experts if axis is ElasticAxis.EXPERTS else name).value for axis in axes}
 
 
-def _with_random(scores: ScoresByLayer, shape: ModelShape, seed: int) -> ScoresByLayer:
-    """All axes in their order; those that nothing was observed of get uniform scores, by (seed, axis, layer)."""
+def with_random(scores: ScoresByLayer, shape: ModelShape, seed: int) -> ScoresByLayer:
+    """All axes but `layers` in their order; those without scores get uniform ones, by (seed, axis, layer)."""
     full: ScoresByLayer = {}
     for axis in ElasticAxis:
         if axis is ElasticAxis.LAYERS:

@@ -48,19 +48,27 @@ class ExpertRecord:
         return {layer: values / self.total for layer, values in sums.items()}
 
     def warnings(self, least: int = LEAST_TOKENS) -> list[str]:
-        """One line for each layer with experts that fewer than `least` tokens chose: which, and how many tokens each had."""
-        found = []
-        for layer, tokens in self.tokens.items():
-            counts = tokens.long().tolist()
-            rare = {expert: count for expert, count in enumerate(counts) if count < least}
-            if rare:
-                shown = ", ".join(f"expert {expert}: {count}" for expert, count in sorted(rare.items(), key=lambda item: item[1])[:6])
-                more = f" and {len(rare) - 6} more" if len(rare) > 6 else ""
-                found.append(
-                    f"layer {layer}: {len(rare)} of {len(counts)} experts were chosen by fewer than {least} of {self.total} tokens "
-                    f"({shown}{more}); their order is chance, rank on more --tokens"
-                )
-        return found
+        """`rare_experts` of what was counted."""
+        return rare_experts(self.tokens, self.total, least)
+
+
+def rare_experts(tokens: Mapping[int, Tensor], total: int, least: int = LEAST_TOKENS) -> list[str]:
+    """One line for each layer with experts that fewer than `least` of `total` tokens chose: which, and how many tokens each had.
+
+    tokens: layer -> how often each was chosen [experts].
+    """
+    found = []
+    for layer, chosen in tokens.items():
+        counts = chosen.long().tolist()
+        rare = {expert: count for expert, count in enumerate(counts) if count < least}
+        if rare:
+            shown = ", ".join(f"expert {expert}: {count}" for expert, count in sorted(rare.items(), key=lambda item: item[1])[:6])
+            more = f" and {len(rare) - 6} more" if len(rare) > 6 else ""
+            found.append(
+                f"layer {layer}: {len(rare)} of {len(counts)} experts were chosen by fewer than {least} of {total} tokens "
+                f"({shown}{more}); their order is chance, rank on more --tokens"
+            )
+    return found
 
 
 class ExpertObserver:

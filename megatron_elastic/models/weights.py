@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_elastic.errors import CheckpointError, raise_all
+from megatron_elastic.layout import LOCAL_EXPERT
 from megatron_elastic.platform.versions import canonical_name
 
 _COLUMN = re.compile(r"(word_embeddings\.weight|output_layer\.weight|linear_qkv\.(weight|bias)|linear_fc1\.(weight|bias))$")
@@ -26,7 +27,6 @@ _FIRST_LINEAR = re.compile(r"linear_fc1\.(weight|bias)$")
 _ROW = re.compile(r"(linear_proj|linear_fc2|out_proj)\.weight$")
 _PER_HEAD = re.compile(r"mixer\.(A_log|D|dt_bias|norm\.weight)$")
 _DECODER_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,9 @@ def _full_name(model: LanguageModule, local_name: str) -> str:
         group = model.pg_collection.ep
         experts = _config_of(model, local_name).num_moe_experts
         assert experts is not None
-        return f".local_experts.{group.rank() * (experts // group.size()) + int(match[1])}."
+        return f".experts.local_experts.{group.rank() * (experts // group.size()) + int(match[1])}."
 
-    return _LOCAL_EXPERT.sub(expert, _DECODER_LAYER.sub(layer, name))
+    return LOCAL_EXPERT.sub(expert, _DECODER_LAYER.sub(layer, name))
 
 
 def _cut(name: str, tensor: Tensor, config: TransformerConfig, ranks: int) -> tuple[int | None, tuple[int, ...]]:

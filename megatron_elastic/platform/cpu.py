@@ -82,6 +82,7 @@ def _quieten() -> None:
         # 0.19 announces changes of its own interfaces, and that a checkpoint is in the older form, which it reads
         "megatron.core.distributed.distributed_data_parallel",
         "megatron.core.dist_checkpointing.strategies.common",
+        "megatron.core.models.gpt.gpt_model",
     ):
         logging.getLogger(logger).setLevel(logging.ERROR)
 

@@ -203,30 +203,36 @@ def sums_expert_gradients(tensor: int, expert: int, expert_tensor: int) -> bool:
     return megatron_generation() is Generation.V0_19 or expert > 1 or expert_tensor == tensor
 
 
-def load_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
+def load_sharded(state: dict[str, Any], directory: Path, plain: dict[str, Any]) -> dict[str, Any]:
     """megatron-core's `dist_checkpointing.load`, for a checkpoint that either release has written. Collective over all ranks.
 
-    state: a sharded state dict, filled in place. Returns it together with the plain data of the checkpoint.
+    state: a sharded state dict without objects, filled in place. plain: the plain data of the checkpoint (`checkpoint.plain.read_plain`), which
+    megatron-core would unpickle, and run what a foreign one holds. Returns `state` together with it.
+    Still unpickled without limits: the index, by torch. Read it before with `checkpoint.index.read_index`, which refuses all but an index.
     """
     from megatron.core import dist_checkpointing
 
-    if megatron_generation() is Generation.V0_19 or (directory / "common.pt").is_file():
-        return dist_checkpointing.load(state, str(directory))  # pyright: ignore[reportReturnType] - a tuple only if asked for
-    return dist_checkpointing.load(state, str(directory), common_strategy=_plain_data_among_shards())  # pyright: ignore[reportReturnType]
+    if megatron_generation() is Generation.V0_16:
+        return dist_checkpointing.load(state, str(directory), common_strategy=_given(plain))  # pyright: ignore[reportReturnType] - a tuple only if asked for
+    from megatron.core.dist_checkpointing import serialization
+
+    loader = serialization.load_common_state_dict
+    serialization.load_common_state_dict = lambda _: plain
+    try:
+        return dist_checkpointing.load(state, str(directory))  # pyright: ignore[reportReturnType]
+    finally:
+        serialization.load_common_state_dict = loader
 
 
-def _plain_data_among_shards() -> Any:
-    """A strategy of 0.16.1 that finds plain data where 0.19 puts it: in a list of one, as the only piece of an object."""
-    import torch.distributed.checkpoint as dcp
+def _given(plain: dict[str, Any]) -> Any:
+    """A strategy of 0.16.1 for plain data that was read already."""
     from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 
-    class PlainDataAmongShards(TorchCommonLoadStrategy):
+    class Given(TorchCommonLoadStrategy):
         def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-            found: dict[str, Any] = {"common_state/shard_0_1": None}
-            dcp.load(found, checkpoint_id=checkpoint_dir, no_dist=True)
-            return found["common_state/shard_0_1"][0]
+            return plain
 
-    return PlainDataAmongShards()
+    return Given()
 
 
 def forget_router_losses() -> None:

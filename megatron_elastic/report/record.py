@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,14 @@ class Row:
 class RunRecord:
     """A run that has been evaluated in an elastic stage at least once.
 
-    rows: every row once, by stage and step; verified: budget -> what `verify` measured, empty without verify.json.
+    rows: every row once, by stage and step; verified: budget -> what `verify` measured with each reader, empty without verify.json.
     versions: package -> version that ran it, empty without versions.json; notes: what a reader should know about the files, one line each.
     """
 
     path: Path
     recipe: Recipe
     rows: tuple[Row, ...]
-    verified: Mapping[str, Mapping[str, Any]]
+    verified: Mapping[str, Sequence[Mapping[str, Any]]]
     versions: Mapping[str, str]
     notes: tuple[str, ...]
 
@@ -79,6 +80,15 @@ class RunRecord:
     def losses_at(self, stage: StageConfig, step: int) -> Mapping[str, float]:
         """Budget -> held-out loss after `step` steps of a stage; empty when it was not evaluated there."""
         return next((row.values["loss"] for row in self.rows_of("eval", stage) if row.step == step), {})
+
+    def worst_verified(self, budget: str) -> Mapping[str, Any]:
+        """What `verify` measured of a budget with the reader that was farthest off; empty when it measured nothing."""
+
+        def difference(found: Mapping[str, Any]) -> float:
+            value = found["masked_extracted"]
+            return math.inf if math.isnan(value) else value
+
+        return max(self.verified.get(budget, ()), key=difference, default={})
 
     @property
     def last_eval(self) -> Row:
@@ -226,8 +236,8 @@ def _read_versions(path: Path) -> Mapping[str, str]:
     return {package: version for package, version in data.items() if package != FORMAT_VERSION}
 
 
-def _read_verify(path: Path, expected: str, notes: list[str]) -> Mapping[str, Mapping[str, Any]]:
-    """Budget -> what `verify` measured; adds a note when that was another checkpoint than `expected`."""
+def _read_verify(path: Path, expected: str, notes: list[str]) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+    """Budget -> what `verify` measured; adds a note when that was another checkpoint than `expected`, and when members did not agree."""
     if not path.is_file():
         return {}
     remedy = f"run `megatron-elastic verify {path.parent}` again"
@@ -235,4 +245,8 @@ def _read_verify(path: Path, expected: str, notes: list[str]) -> Mapping[str, Ma
     VERIFY.check(data, str(path))
     if data["checkpoint"] != expected:
         notes.append(f"{path} is of checkpoint {data['checkpoint']}, not of {expected}; {remedy}")
-    return data["budgets"]
+    budgets = {name: [found] if isinstance(found, dict) else found for name, found in data["budgets"].items()}  # one in version 1
+    failed = [f"{name} ({found['reader']})" for name, each in budgets.items() for found in each if not found.get("holds", True)]
+    if failed:
+        notes.append(f"{path}: {', '.join(failed)}: the member was not the family's; extract it and {remedy}")
+    return budgets

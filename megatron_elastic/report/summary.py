@@ -29,7 +29,7 @@ class BudgetRow:
 
     run: name of the run's directory; plan_source: "parent", "pinned", or the recipe's router.choice ("learned", "uniform").
     cost, target: in the unit of `elastic.cost`; loss_before: the plan under the parent's weights; loss_after: elastic stage -> at its end.
-    last_loss: of the newest evaluation; extracted_loss, masked_extracted: of `verify`, on its own samples.
+    last_loss: of the newest evaluation; extracted_loss, masked_extracted: of `verify`, on its own samples, with the reader farthest off.
     widths: of the plan, for every elastic axis.
     """
 
@@ -79,7 +79,7 @@ def budget_rows(record: RunRecord) -> list[BudgetRow]:
         shown = axis_widths(recipe, plan)  # first: refuses a plan of another model by name
         widths, spent = widths_of(plan, recipe.model.num_layers), plan_cost(recipe.model, plan, cost)
         pinned = isinstance(recipe.elastic.budgets[name], PinnedBudget)
-        verified = record.verified.get(name, {})
+        verified = record.worst_verified(name)
         rows.append(
             BudgetRow(
                 run=record.name,

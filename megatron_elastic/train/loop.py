@@ -58,6 +58,7 @@ def train(recipe: Recipe, *, stage: str | None = None, steps: int | None = None)
             run = Run(recipe, parallel)
             _say(run, run.resume())
             _keep_recipe(run)
+            _take_over_assets(run)
             record = Record(run)
         callbacks: list[Callback] = [Progress(record), Evaluation(record), Checkpointing()]
         last = [s.name for s in recipe.stages].index(stage) + 1 if stage else len(recipe.stages)
@@ -213,18 +214,26 @@ def _keep_recipe(run: Run) -> None:
         return
     run.directory.mkdir(parents=True, exist_ok=True)
     (run.directory / RECIPE_FILE).write_text(yaml.safe_dump(to_plain(run.recipe), sort_keys=False), encoding="utf-8")
-    if run.recipe.parent is not None:
-        take_over_assets(Path(run.recipe.parent), run.directory)
     versions = VERSIONS.stamp | {name: version(name) for name in ("torch", "megatron-core", "numpy")}
     (run.directory / "versions.json").write_text(json.dumps(versions, indent=2) + "\n", encoding="utf-8")
 
 
-def take_over_assets(parent: Path, run_dir: Path) -> None:
-    """Copy what goes with the parent's weights (tokenizer, config.json) into the run, so that its members can be written without the parent."""
-    assets = find_assets(find_model_checkpoint(parent))
-    if assets is not None and not (run_dir / ASSETS).exists():
-        with new_directory(run_dir / ASSETS) as temporary:
-            shutil.copytree(assets, temporary, dirs_exist_ok=True)
+def _take_over_assets(run: Run) -> None:
+    """Copy what goes with the parent's weights (tokenizer, config.json) into the run, once, so that its members can be written without the parent.
+
+    Raises CheckpointError on every rank when it cannot be written.
+    """
+    error: ElasticError | None = None
+    target = run.directory / ASSETS
+    if run.parallel.is_main and run.recipe.parent is not None and not target.exists():
+        try:
+            assets = find_assets(find_model_checkpoint(Path(run.recipe.parent)))
+            if assets is not None:
+                with new_directory(target) as temporary:
+                    shutil.copytree(assets, temporary, dirs_exist_ok=True)
+        except ElasticError as found:
+            error = found
+    run.parallel.raise_together(error)
 
 
 def finish(run: Run, *, trial: bool) -> None:

@@ -23,6 +23,8 @@ from megatron_elastic.checkpoint import (
 from megatron_elastic.config import to_plain
 from megatron_elastic.elastic.attach import ElasticHandle, elasticize
 from megatron_elastic.errors import CheckpointError, ConfigError
+from megatron_elastic.importance.reap import REAPED
+from megatron_elastic.importance.sort import SORTED
 from megatron_elastic.models.build import build_model
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.recipe import Recipe, StageConfig
@@ -33,6 +35,10 @@ from megatron_elastic.train.faults import during
 
 EXPERT_BIAS_RATE = 1e-3
 """How far megatron-core moves the selection bias of the experts in a step of the parent's training."""
+PARENT_DATA = "parent_data"
+"""Key of a checkpoint's provenance: what its parent had been trained on before."""
+_OF_THE_PARENT = ("parent", "license", SORTED, REAPED, PARENT_DATA)
+"""Keys of a parent's provenance that are true of what is trained from it."""
 
 
 class Run:
@@ -107,7 +113,7 @@ class Run:
         """Continue from the latest checkpoint, else start from the recipe's parent, else from fresh weights. Says which."""
         found = load_latest(self.checkpoints, model=self.parts, parallel=self.parallel, shape=self.recipe.model, optimizer=self.optimizer)
         if found is not None:
-            state, self._origin = found.state, open_checkpoint(found.path).provenance
+            state, self._origin = found.state, _of_the_parent(open_checkpoint(found.path).provenance)
             self.stage_index, self.step = state["stage_index"], state["step"]
             self._check_recipe(found.path, state["recipe"])
             if state["elastic"]:
@@ -121,7 +127,8 @@ class Run:
         if self.recipe.parent is not None:
             parent = find_model_checkpoint(Path(self.recipe.parent))
             load_checkpoint(parent, model=self.parts, parallel=self.parallel, shape=self.recipe.model)
-            self._origin = open_checkpoint(parent).provenance
+            provenance = open_checkpoint(parent).provenance
+            self._origin = {**_of_the_parent(provenance), PARENT_DATA: provenance.get("data")}
             self.optimizer.reload_model_params()
             return f"started from the parent {self.recipe.parent}"
         if self.recipe.stages[0].elastic:
@@ -207,13 +214,16 @@ class Run:
 
     def _provenance(self) -> dict[str, Any]:
         """Where the model comes from: what its parent says of itself (its name, its licence, how it is sorted), and what it has been trained on."""
+        if self.recipe.data is None:  # whoever calls the step themselves brings their own rows
+            return dict(self._origin)
         steps = {stage.name: stage.total_steps for stage in self.recipe.stages[: self.stage_index]}
         if self.step:
             steps[self.stage.name] = self.step
         sizes = {stage.name: stage.global_batch_size * stage.sequence_length for stage in self.recipe.stages}
-        assert self.recipe.data is not None
         stages = ", ".join(f"{name}: {count * sizes[name]:,} tokens" for name, count in steps.items())
-        return {**self._origin, "data": f"{self.recipe.data.path} ({stages or 'no step yet'})"}
+        data = f"{Path(self.recipe.data.path).name} ({stages or 'no step yet'})"  # where the text lies is nobody else's business
+        before = self._origin.get(PARENT_DATA)
+        return {**self._origin, "data": f"{before}; then {data}" if before else data}
 
     def finish_save(self, *, block: bool) -> None:
         """Publish the checkpoint that is being written, once every rank has written, and delete the oldest. Every rank calls it.
@@ -261,3 +271,7 @@ def build_optimizer(recipe: Recipe, chunks: list[DistributedDataParallel]) -> An
         params_dtype=parameter_dtype(recipe),
     )
     return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+
+
+def _of_the_parent(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: provenance[key] for key in _OF_THE_PARENT if key in provenance}

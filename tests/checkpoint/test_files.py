@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -147,3 +149,89 @@ def test_a_run_stands_for_its_latest_checkpoint(tmp_path):
         find_model_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="neither a checkpoint .* nor a run"):
         find_model_checkpoint(Path(__file__).parent)
+
+
+ELSEWHERE = ["../other/a", "/etc", "..", ".", "", "a/b", "a\nb"]
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_the_pointer_leads_nowhere_else(tmp_path, name):
+    write(tmp_path / "other" / "a")
+    write(tmp_path / "run" / "checkpoints" / "a")
+    pointer = tmp_path / "run" / "checkpoints" / "latest"
+    pointer.write_text(name)
+    for use in (lambda: candidates(pointer.parent), lambda: find_model_checkpoint(tmp_path / "run"), lambda: prune(pointer.parent, 1)):
+        with pytest.raises(CheckpointError, match="latest' says .*, which is not the name of a checkpoint beside it") as caught:
+            use()
+        assert "\n" not in str(caught.value)
+    pointer.write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match="latest' cannot be read"):
+        find_model_checkpoint(tmp_path / "run")
+
+
+@pytest.mark.parametrize("key", ["files", "checksums"])
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_listed_files_lie_in_the_checkpoint(tmp_path, name, key):
+    write(tmp_path / "other" / "a")
+    file = write(tmp_path / "a") / DESCRIPTION
+    data = json.loads(file.read_text())
+    data[key][name] = 7
+    file.write_text(json.dumps(data))
+    if key == "files":
+        with pytest.raises(CheckpointError, match="is half-written: .* lists .*, which is not the name of a file beside it"):
+            open_checkpoint(tmp_path / "a")
+    assert damage(tmp_path / "a") == [f"{DESCRIPTION} lists {name!r}, which is not the name of a file beside it"]
+
+
+def breakages(data: object, path: tuple[object, ...] = ()) -> Iterator[tuple[object, ...]]:
+    """The way to every value inside plain data, the data itself included."""
+    yield path
+    inside = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in inside:
+        yield from breakages(value, (*path, key))
+
+
+def broken(data: object, path: tuple[object, ...], value: object) -> object:
+    """A copy of plain data with another value at one place; `...`: with nothing there."""
+    if not path:
+        return None if value is ... else value
+    copy = dict(data) if isinstance(data, dict) else list(data)  # type: ignore[call-overload]
+    if len(path) == 1 and value is ...:
+        del copy[path[0]]
+    else:
+        copy[path[0]] = broken(copy[path[0]], path[1:], value)
+    return copy
+
+
+def outcome(path: Path) -> str | None:
+    """The message of a refusal, which is one line; None where the checkpoint was opened."""
+    try:
+        open_checkpoint(path)
+    except CheckpointError as error:
+        assert "\n" not in str(error)
+        return str(error)
+    return None
+
+
+def test_whatever_a_description_says_is_refused_in_one_line_or_understood(tmp_path):
+    file = write(tmp_path / "a") / DESCRIPTION
+    text = file.read_text()
+    data = json.loads(text)
+    for path in breakages(data):
+        for value in (..., None, [], {}, "x", -1, 0, 2.5, True, [None], {"x": {}}, [[1]]):
+            file.write_text(json.dumps(broken(data, path, value)))
+            assert outcome(tmp_path / "a") or path, (path, value)
+            assert isinstance(damage(tmp_path / "a"), list)
+    generator = random.Random(3)
+    for _ in range(500):
+        position, length = generator.randrange(len(text)), generator.randrange(4)
+        file.write_bytes(text[:position].encode() + generator.randbytes(length) + text[position + length :].encode())
+        outcome(tmp_path / "a")
+        damage(tmp_path / "a")
+    for nonsense, message in (
+        ("[" * 100_000, "is not JSON"),
+        ('{"format_version": 1}', "does not list the files"),
+        ("7", "format_version None"),
+    ):
+        file.write_text(nonsense)
+        assert message in (outcome(tmp_path / "a") or "")

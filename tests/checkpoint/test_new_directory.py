@@ -1,4 +1,4 @@
-"""A directory gets its name when everything in it is on the disk, and not at all after an error."""
+"""A directory gets its name when everything in it is on the disk, and not at all after an error or when another process had it first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_elastic.checkpoint import new_directory as module
-from megatron_elastic.checkpoint.new_directory import new_directory, publish, temporary_name
+from megatron_elastic.checkpoint.new_directory import new_directory, publish, publish_new, temporary_name
 from megatron_elastic.errors import CheckpointError
 
 
@@ -28,7 +28,7 @@ def test_everything_is_on_the_disk_before_it_appears(tmp_path, monkeypatch):
     with new_directory(tmp_path / "out") as directory:
         (directory / "below").mkdir()
         (directory / "below" / "file").touch()
-    assert sorted(forced[:3]) == [(".tmp-out", False), ("below", False), ("file", False)] and forced[3:] == [(tmp_path.name, True)]
+    assert sorted(forced[:3]) == [("below", False), ("file", False), ("out", False)] and forced[3:] == [(tmp_path.name, True)]
 
 
 @pytest.mark.parametrize("error", [ValueError("ours"), CheckpointError("a tensor is missing"), KeyboardInterrupt()])
@@ -57,13 +57,49 @@ def test_what_is_there_is_not_touched(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["directory", "file"]
 
 
-def test_what_a_crash_left_is_replaced(tmp_path):
-    left = temporary_name(tmp_path / "out")
-    left.mkdir()
-    (left / "half").touch()
+@pytest.mark.parametrize("content", ["file", None])
+def test_what_another_process_made_meanwhile_is_kept(tmp_path, content):
+    with pytest.raises(CheckpointError, match="out' exists; choose another path"), new_directory(tmp_path / "out") as mine:
+        (mine / "mine").touch()
+        (tmp_path / "out").mkdir()
+        if content is not None:
+            (tmp_path / "out" / content).write_text("theirs")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ([] if content is None else [content])
+
+
+@pytest.mark.parametrize("make", [lambda path: ((path).mkdir(), (path / "theirs").touch()), Path.touch], ids=["directory", "file"])
+def test_what_appears_after_the_last_look_is_kept(tmp_path, monkeypatch, make):
+    """Between the last check and the renaming; the system itself refuses then."""
+    rename = Path.rename
+
+    def late(self: Path, target: Path) -> Path:
+        make(target)
+        return rename(self, target)
+
+    (tmp_path / "mine").mkdir()
+    monkeypatch.setattr(Path, "rename", late)
+    with pytest.raises(CheckpointError, match="out' exists; choose another path"):
+        publish_new(tmp_path / "mine", tmp_path / "out")
+    assert (tmp_path / "mine").is_dir() and ((tmp_path / "out").is_file() or (tmp_path / "out" / "theirs").is_file())
+
+
+def test_two_that_write_the_same_do_not_touch_each_other(tmp_path):
+    with new_directory(tmp_path / "out") as first:
+        (first / "first").touch()
+        with pytest.raises(ValueError, match="second"), new_directory(tmp_path / "out") as second:
+            (second / "second").touch()
+            assert (first / "first").is_file()
+            raise ValueError("second")
+        assert (first / "first").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and [path.name for path in (tmp_path / "out").iterdir()] == ["first"]
+
+
+def test_others_may_read_it_as_they_may_any_new_directory(tmp_path):
+    (tmp_path / "ordinary").mkdir()
     with new_directory(tmp_path / "out"):
         pass
-    assert list((tmp_path / "out").iterdir()) == []
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
 
 
 def test_publishing_replaces_what_has_the_name(tmp_path):

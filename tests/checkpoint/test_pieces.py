@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import errno
-import json
+import io
 import mmap
 import os
 import pickle
+import random
 import threading
+import zipfile
 import zlib
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
-import tiny_run
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from evil import Evil
+from torch._utils import _rebuild_tensor_v2
 
-from megatron_elastic.checkpoint import NamedTensors, write_named
 from megatron_elastic.checkpoint import streams as streams_module
-from megatron_elastic.checkpoint.files import DESCRIPTION
-from megatron_elastic.checkpoint.pieces import PIECE_ALIGNMENT, read_index, read_piece, save_piece
+from megatron_elastic.checkpoint.pieces import PIECE_ALIGNMENT, read_piece, save_piece
 from megatron_elastic.checkpoint.streams import CarefulFile, written_early
 from megatron_elastic.errors import CheckpointError
-from megatron_elastic.layout import full_shapes
-from megatron_elastic.testing.tiny import random_tensor
 
 TENSORS = {
     "matrix": torch.randn(5, 7),
@@ -86,13 +84,6 @@ def test_the_checksums_of_other_writers_stay(monkeypatch):
     assert seen == [False] and torch.serialization.get_crc32_options()
 
 
-class Evil:
-    """Runs a command when it is unpickled."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, ("ran",)
-
-
 @pytest.mark.parametrize("what", [{"a": torch.ones(2)}, Evil(), torch.ones(2).to(torch.complex64)], ids=["dictionary", "code", "complex"])
 def test_other_content_is_refused_and_not_run(tmp_path, monkeypatch, what):
     monkeypatch.chdir(tmp_path)
@@ -108,65 +99,103 @@ def test_what_is_no_archive_is_refused(tmp_path):
         read_piece(tmp_path / "file", 7, 400)
 
 
-@pytest.mark.parametrize("data", [pickle.dumps(Evil()), pickle.dumps({"a": 1}), b"", b"text"], ids=["code", "dictionary", "empty", "text"])
-def test_an_index_that_is_none_is_refused_and_not_run(tmp_path, monkeypatch, data):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / ".metadata").write_bytes(data)
-    with pytest.raises(CheckpointError, match="metadata' is not the index of a checkpoint"):
-        read_index(tmp_path)
-    assert not Path("ran").exists()
-    (tmp_path / ".metadata").unlink()
-    with pytest.raises(CheckpointError, match="metadata' cannot be read: No such file"):
-        read_index(tmp_path)
+def archive(file: Path, tensor: torch.Tensor, **changes: object) -> int:
+    """A piece whose description says something else than what is stored; returns its length."""
+    described = {
+        "numel": tensor.numel(),
+        "offset": 0,
+        "size": tuple(tensor.shape),
+        "stride": tensor.stride(),
+        "dtype": "FloatStorage",
+    } | changes
+
+    class Storage:
+        def __init__(self, pid: object) -> None:
+            self.pid = pid
+
+    class Pickler(pickle._Pickler):
+        def persistent_id(self, obj: object) -> object:
+            return obj.pid if isinstance(obj, Storage) else None
+
+    class Described:
+        def __reduce__(self) -> tuple[object, ...]:
+            storage = Storage(("storage", getattr(torch, str(described["dtype"])), "0", "cpu", described["numel"]))
+            return _rebuild_tensor_v2, (
+                storage,
+                described["offset"],
+                described["size"],
+                described["stride"],
+                False,
+                OrderedDict(),
+            )
+
+    stream = io.BytesIO()
+    Pickler(stream, 2).dump(Described())
+    with zipfile.ZipFile(file, "w") as out:
+        out.writestr("archive/data.pkl", stream.getvalue())
+        out.writestr("archive/data/0", tensor.numpy().tobytes())
+    return file.stat().st_size
 
 
-def written(directory: Path) -> dict[str, torch.Tensor]:
-    generator = torch.Generator()
-    tensors = {name: random_tensor(name, size, generator).bfloat16() for name, size in full_shapes(tiny_run.SHAPE).items()}
-    write_named(directory, tensors.items(), tiny_run.SHAPE)
-    return tensors
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"numel": 7},
+        {"numel": 5},
+        {"numel": 2**40},
+        {"numel": -6},
+        {"numel": "6"},
+        {"dtype": "DoubleStorage"},
+        {"dtype": "HalfStorage"},
+        {"offset": 1},
+        {"offset": -1},
+        {"size": (2, 4)},
+        {"size": (3, 3)},
+        {"size": (-1, 3)},
+        {"size": (2**40, 3), "stride": (3, 1)},
+        {"size": (0, 2**62, 2**62), "stride": (1, 1, 1)},
+        {"size": (6,)},
+        {"size": 6},
+        {"stride": (4, 1)},
+        {"stride": (-3, 1)},
+        {"stride": (2.0, 1)},
+        {"stride": None},
+    ],
+    ids=str,
+)
+def test_sizes_are_not_believed(tmp_path, changes):
+    tensor = torch.arange(6.0).view(2, 3)
+    length = archive(tmp_path / "file", tensor)
+    assert torch.equal(read_piece(tmp_path / "file", 0, length), tensor)
+    length = archive(tmp_path / "file", tensor, **changes)
+    with pytest.raises(CheckpointError, match="holds no plain tensor at byte 0: "):
+        read_piece(tmp_path / "file", 0, length)
 
 
-def test_what_is_written_lies_so_that_it_is_mapped_and_torch_reads_it(tmp_path):
-    tensors = written(tmp_path / "a")
-    index = read_index(tmp_path / "a")
-    assert all(place.offset % PIECE_ALIGNMENT == 0 for place in index.storage_data.values())
-    name = "decoder.final_norm.weight"
-    found = {name: torch.empty_like(tensors[name])}
-    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path / "a"), no_dist=True)
-    assert torch.equal(found[name], tensors[name])
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_file_that_ends_early_is_refused(tmp_path, before):
+    file = tmp_path / "file"
+    start, length = append(file, TENSORS["matrix"], before=before, by_torch=False)
+    with pytest.raises(CheckpointError, match=f"holds no plain tensor at byte {start}"):
+        read_piece(file, start, length // 2)
+    os.truncate(file, start + length - 1)
+    with pytest.raises(CheckpointError, match=f"holds no plain tensor at byte {start}"):
+        read_piece(file, start, length)
+    with pytest.raises(CheckpointError, match="nothing' cannot be read: No such file"):
+        read_piece(tmp_path / "nothing", 0, 10)
 
 
-def write_index(directory: Path, index: Metadata) -> None:
-    """Replace the index of a checkpoint, which then no longer knows how long it was."""
-    (directory / ".metadata").write_bytes(pickle.dumps(index))
-    description = directory / DESCRIPTION
-    description.write_text(json.dumps({**json.loads(description.read_text()), "files": {}}))
-
-
-def test_a_tensor_of_several_pieces_is_put_together_and_one_that_lacks_some_is_refused(tmp_path):
-    tensors = written(tmp_path / "a")
-    name = "output_layer.weight"
-    file, whole = tmp_path / "a" / "pieces", tensors[name]
-    rows, columns = whole.shape[0] // 2 + 1, whole.shape[1] // 3
-    index = read_index(tmp_path / "a")
-    entry, place = index.state_dict_metadata[name], next(place for key, place in index.storage_data.items() if key.fqn == name)
-    chunk, key = type(entry.chunks[0]), type(next(iter(index.storage_data)))
-    entry.chunks.clear()
-    with file.open("wb") as stream:
-        for top, height in ((0, rows), (rows, whole.shape[0] - rows)):
-            for left, width in ((0, columns), (columns, whole.shape[1] - columns)):
-                start, offsets = stream.tell(), torch.Size([top, left])
-                torch.save(whole[top : top + height, left : left + width].clone(), stream)
-                entry.chunks.append(chunk(offsets, torch.Size([height, width])))
-                index.storage_data[key(name, offsets)] = type(place)(file.name, start, stream.tell() - start)
-    write_index(tmp_path / "a", index)
-    named = NamedTensors(tmp_path / "a")
-    assert torch.equal(named[name], whole)
-    entry.chunks.pop()
-    write_index(tmp_path / "a", index)
-    with pytest.raises(CheckpointError, match=f"{name} has pieces that are missing"):
-        NamedTensors(tmp_path / "a")
+def test_whatever_a_piece_says_is_refused_in_one_line_or_read(tmp_path):
+    file, generator = tmp_path / "file", random.Random(5)
+    _, length = append(file, torch.arange(6.0), before=0, by_torch=True)
+    data = file.read_bytes()[:length]
+    for _ in range(1500):
+        position, number = generator.randrange(length), generator.randrange(1, 5)
+        file.write_bytes(data[:position] + generator.randbytes(number) + data[position + number :])
+        try:
+            read_piece(file, 0, file.stat().st_size)
+        except CheckpointError as error:
+            assert "\n" not in str(error)
 
 
 def test_the_checksum_is_that_of_everything_written(tmp_path):

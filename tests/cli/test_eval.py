@@ -10,6 +10,7 @@ import json
 import math
 import re
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import yaml
 
 from megatron_elastic.testing.tiny import tiny_shape
+from tests.export.pretrained import family_shapes, write_pretrained
 from tests.export.random_family import write_family
 from tests.train import harness
 from tests.train.harness import command, in_new_process, in_new_processes, plain_recipe
@@ -96,6 +98,11 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "unknown budget": (["--text", "book.txt", "--budget", "smal"], "budget 'smal' is not one of the family's: full, medium, small"),
     "too long": (["--text", "book.txt", "--sequence-length", "129"], "--sequence-length 129 must be between 1 and the model's"),
     "no tokens": (["--text", "book.txt", "--tokens", "1"], "--tokens 1 must be at least 2"),
+    "tokenizer of no text": (["--data", "data", "--tokenizer", "byte"], "--tokenizer: only files of --text are read with that; add --text"),
+    "files of no text": (
+        ["--data", "data", "--key", "a", "--include", "*"],
+        "--include and --key: only files of --text are read with that",
+    ),
     "taken": (["--text", "book.txt", "--json", "data/data.json"], "data.json' exists; name another file or delete it"),
     "nowhere to write": (["--text", "book.txt", "--json", "nowhere/found.json"], "there is no directory "),
 }
@@ -104,7 +111,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_it_cannot_do_is_refused(case: str, run: Path) -> None:
     options, text = REFUSED[case]
-    here = ("book.txt", "data/data.json", "nowhere/found.json")
+    here = ("book.txt", "data", "data/data.json", "nowhere/found.json")
     assert text in refusal(run, *(str(run.parent / option) if option in here else option for option in options))
 
 
@@ -117,6 +124,15 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, run: Path) -> N
     write_family(tmp_path / "alone", tiny_shape())
     message = refusal(tmp_path / "alone", "--text", str(run.parent / "book.txt"), "--tokenizer", "byte")
     assert "tokenizer 'byte' has 257 words, but model.vocab_size is 131" in message
+
+
+def test_data_of_another_tokenizer_is_refused(tmp_path: Path, run: Path) -> None:
+    """All their ids are words of the model, which has one of its own."""
+    theirs = write_pretrained(tmp_path / "theirs", replace(family_shapes()["qwen2"], vocab_size=300))
+    message = refusal(theirs, "--data", str(run.parent / "data"))
+    assert (
+        f"data' holds ids of tokenizer 'byte' (257 words), but the model's own is '{theirs}' (130 words); write the text again" in message
+    )
 
 
 def test_it_runs_on_one_process(run: Path) -> None:

@@ -179,7 +179,7 @@ def test_one_width_a_layer(staggered_family: Path, tmp_path: Path) -> None:
     assert isinstance(uneven.info.shape.mlp.ffn, tuple)  # type: ignore[union-attr]
     out = run("extract", staggered_family, "--budget", "small", "--format", "hf", "--homogenise", "--out", tmp_path / "even")
     old, new = (sum(t.numel() for t in tensors.values()) for tensors in (uneven, weights_of(tmp_path / "even")))
-    assert f"one width a layer costs {new - old:,} parameters more ({old:,} to {new:,}, {new / old - 1:+.1%})" in out and new > old
+    assert f"one width an axis costs {new - old:,} parameters more ({old:,} to {new:,}, {new / old - 1:+.1%})" in out and new > old
     even = open_source(tmp_path / "even")
     space = whole.info.space
     assert space is not None
@@ -188,6 +188,40 @@ def test_one_width_a_layer(staggered_family: Path, tmp_path: Path) -> None:
     widest = max(range(uneven.info.shape.num_layers), key=lambda n: uneven.info.shape.at(n).mlp.ffn)  # type: ignore[union-attr]
     name = first.replace(".0.", f".{widest}.")
     assert (even.tensors[name] == uneven[name]).all()
+
+
+def test_what_cannot_be_said_is_found_before_anything_is_written(staggered_family: Path, tmp_path: Path) -> None:
+    """The first budget could be written, the second could not."""
+    members = ["extract", staggered_family, "--format", "hf", "--out", tmp_path / "members"]
+    assert "no Hugging Face config can say sizes that differ" in refusal(*members)
+    assert list(tmp_path.iterdir()) == []
+    run(*members, "--homogenise")
+    assert sorted(path.name for path in (tmp_path / "members").iterdir()) == ["full", "small"]
+
+
+def test_a_plan_with_too_few_widths(staggered_family: Path, tmp_path: Path) -> None:
+    plan = open_source(staggered_family).plans["small"].to_dict()
+    plan["widths"]["ffn"] = plan["widths"]["ffn"][:2]  # type: ignore[index]
+    (tmp_path / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+    for options in (["--homogenise"], ["--homogenise", "--format", "hf"], []):
+        message = refusal("extract", staggered_family, "--plan", tmp_path / "plan.json", *options, "--out", tmp_path / "out")
+        assert "the plan does not fit the space: ffn names 2 widths, but it has 4 layers" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_only_a_target_needs_the_recipe_of_a_run(dense: Path, recipe: Path, tmp_path: Path) -> None:
+    family = tmp_path / "run" / "checkpoints" / "stage-long"
+    run("extract", dense, "--recipe", recipe, "--nested", "--out", family)
+    (tmp_path / "run" / "recipe.yaml").write_text("{", encoding="utf-8")
+    run("extract", tmp_path / "run", "--list")
+    run("extract", tmp_path / "run", "--budget", "small", "--out", tmp_path / "small")
+    half = ["extract", tmp_path / "run", "--target", "0.45", "--out", tmp_path / "half"]
+    assert "recipe.yaml" in refusal(*half)
+    shutil.copy(dense.parent / "ours" / "recipe.yaml", tmp_path / "run" / "recipe.yaml")
+    message = refusal(*half)
+    assert "has no elastic block, which says what a target counts; give --recipe or --plan" in message and "not inside a run" not in message
+    shutil.copy(recipe, tmp_path / "run" / "recipe.yaml")
+    run(*half)
 
 
 def test_what_is_there(dense: Path, recipe: Path, tmp_path: Path) -> None:
@@ -248,6 +282,19 @@ BAD_OPTIONS: dict[str, tuple[list[str], str]] = {
     "family of a checkpoint": (["--family", "llama", "--out", "x"], "--family: only a Hugging Face directory has that; add --format hf"),
     "empty shards": (["--format", "hf", "--shard-gigabytes", "0", "--out", "x"], "--shard-gigabytes 0.0 must be above 0"),
     "no number": (["--format", "hf", "--shard-gigabytes", "nan", "--out", "x"], "--shard-gigabytes nan must be above 0"),
+    "endless shards": (["--format", "hf", "--shard-gigabytes", "inf", "--out", "x"], "--shard-gigabytes inf must be finite"),
+    "even without a plan": (["--homogenise", "--out", "x"], "is written whole, without a plan; leave it out"),
+    "a list somewhere": (["--list", "--out", "x"], "--out: --list writes nothing and shows every budget; leave out one or the other"),
+    "a list of one": (["--list", "--budget", "small"], "--budget: --list writes nothing"),
+    "a list of a plan": (["--list", "--plan", "plan.json"], "--plan: --list writes nothing"),
+    "a list of a target": (["--list", "--target", "0.5"], "--target: --list writes nothing"),
+    "a list of one in many": (["--list", "--nested"], "--nested: --list writes nothing"),
+    "a list in a format": (["--list", "--format", "hf"], "--format: --list writes nothing"),
+    "a list of types": (["--list", "--homogenise", "--dtype", "bfloat16"], "--homogenise and --dtype: --list writes nothing"),
+    "a list in shards": (
+        ["--list", "--family", "llama", "--shard-gigabytes", "1"],
+        "--family and --shard-gigabytes: --list writes nothing",
+    ),
     "no recipe": (["--recipe", "nowhere.yaml", "--out", "x"], "nowhere.yaml"),
 }
 

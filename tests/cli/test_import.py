@@ -129,7 +129,7 @@ def test_training_hands_on_what_belongs_to_the_model(dense: Path, tmp_path: Path
         assert (small / name).read_bytes() == (dense / name).read_bytes()
     card = (small / "README.md").read_text(encoding="utf-8")
     assert yaml.safe_load(card.split("---")[1])["license"] == "apache-2.0" and "base_model: Mine-1B" in card
-    assert "- Budget: `small`" in card and f"- Trained on: {data} (elastic: 288 tokens)" in card and "small, " in out
+    assert "- Budget: `small`" in card and f"- Trained on: {Path(data).name} (elastic: 288 tokens)" in card and "small, " in out
 
 
 def break_shard(directory: Path) -> None:
@@ -289,11 +289,46 @@ def test_no_room(arguments: list[str], dense: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [] and contents(dense) == before
 
 
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: Any) -> Path:
+    """A GGUF file of 300 kB. Do not write beside it."""
+    pytest.importorskip("gguf")
+    from transformers import LlamaConfig
+
+    from tests.hf.gguf_writer import write_gguf
+    from tests.hf.test_gguf import F32, SIZES, TOKENIZER, model_directory
+
+    root = tmp_path_factory.mktemp("gguf")
+    write_gguf(model_directory(root / "llama", LlamaConfig(**SIZES)), root / "tiny.gguf", kind=F32, tokenizer=TOKENIZER)
+    return root / "tiny.gguf"
+
+
+@pytest.mark.parametrize("options", [[], ["--dry-run"]], ids=" ".join)
+def test_no_room_for_the_dequantised_model(options: list[str], gguf: Path, tmp_path: Path) -> None:
+    code, _, err = in_new_process(little_room, "import", str(gguf), "--out", str(tmp_path / "new"), *options)
+    assert code == 2 and "Traceback" not in err and list(tmp_path.iterdir()) == []
+    last = err.splitlines()[-1]  # after transformers' bars
+    assert last.startswith(f"error: '{tmp_path}' cannot be written: ") and "File too large" in last and "; free space there" in last
+
+
+def test_no_place_for_the_dequantised_model(gguf: Path) -> None:
+    assert refusal("import", gguf, "--out", "/proc/new").startswith("'/proc' cannot be written: ")
+
+
+def test_the_dequantised_model_lies_beside_the_import(gguf: Path, tmp_path: Path) -> None:
+    from megatron_elastic.export.to_megatron import importable
+
+    with importable(gguf, tmp_path / "deep" / "new") as source:
+        assert source.path.name == "tiny" and source.path.parent.parent == tmp_path and source.path.parent.name.startswith(".tmp-new-")
+    assert list(tmp_path.iterdir()) == []
+    run("import", gguf, "--out", tmp_path / "deep" / "new")
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["new"] and [path.name for path in tmp_path.iterdir()] == ["deep"]
+
+
 def test_nothing_is_overwritten(dense: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("precious", encoding="utf-8")
     for arguments in (["import", dense], ["import", dense, "--dry-run"], ["extract", dense], ["extract", dense, "--format", "hf"]):
-        if "--dry-run" not in arguments:
-            assert f"'{tmp_path}' exists; choose another path or delete it" in refusal(*arguments, "--out", tmp_path)
+        assert f"'{tmp_path}' exists; choose another path or delete it" in refusal(*arguments, "--out", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 

@@ -12,13 +12,14 @@ import torch
 from megatron_elastic.axes import ElasticSpace, SubmodelPlan
 from megatron_elastic.elastic.attach import ElasticHandle, elasticize
 from megatron_elastic.elastic.decision import Decision, soft_decision
-from megatron_elastic.export.extract import extract, stack_experts, unstack_experts
+from megatron_elastic.export.extract import extract
 from megatron_elastic.models.build import build_model
 from megatron_elastic.models.weights import gather_tensors, scatter_tensors
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.platform.versions import canonical_name, packed_documents
 from megatron_elastic.shape import ModelShape
 from megatron_elastic.space import resize
+from megatron_elastic.testing.experts import stack_experts, unstack_experts
 from megatron_elastic.testing.tiny import randomize_, tiny_dense, tiny_moe, tiny_shape
 from tests.elastic.family import forward_backward, layer_axes, narrowed, relative, run, text, tiny_space
 

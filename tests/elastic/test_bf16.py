@@ -17,13 +17,14 @@ from megatron_elastic.axes import ElasticAxis, ElasticSpace, SubmodelPlan
 from megatron_elastic.elastic.attach import ElasticHandle, elasticize
 from megatron_elastic.elastic.decision import soft_decision
 from megatron_elastic.elastic.linear import elastic_matmul
-from megatron_elastic.export.extract import extract, stack_experts, unstack_experts
+from megatron_elastic.export.extract import extract
 from megatron_elastic.layout import axis_groups, dims_of
 from megatron_elastic.models.build import build_model
 from megatron_elastic.models.weights import gather_tensors, scatter_tensors
 from megatron_elastic.platform.versions import canonical_name
 from megatron_elastic.shape import ModelShape
 from megatron_elastic.space import resize
+from megatron_elastic.testing.experts import stack_experts, unstack_experts
 from megatron_elastic.testing.tiny import randomize_
 from tests.elastic.family import PARENTS, forward_backward, narrowed, relative, run, tiny_space
 

@@ -17,11 +17,12 @@ from megatron_elastic.cost import total_params, widths_of
 from megatron_elastic.elastic.attach import elasticize
 from megatron_elastic.elastic.decision import Decision, soft_decision
 from megatron_elastic.errors import ConfigError
-from megatron_elastic.export.extract import extract, stack_experts, unstack_experts
+from megatron_elastic.export.extract import extract
 from megatron_elastic.models.build import build_model
 from megatron_elastic.models.weights import gather_tensors, scatter_tensors
 from megatron_elastic.shape import ModelShape
 from megatron_elastic.space import resize
+from megatron_elastic.testing.experts import stack_experts, unstack_experts
 from megatron_elastic.testing.tiny import randomize_
 from tests.shape_strategies import plans, spaces
 

@@ -61,7 +61,7 @@ def write_pretrained(
     tensors = dict(to_theirs(family.names, shape, ours.items()))
     write_weights(directory, tensors.items(), {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, shard_bytes=shard_bytes)
     habits = {"bos_token_id": 127, "eos_token_id": [128, 126], "pad_token_id": 129, "torch_dtype": str(dtype).removeprefix("torch.")}
-    code = {"auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}, "_name_or_path": "somebody/else"}
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}, "_name_or_path": "/somebody/else"}
     write_json(directory / "config.json", {**habits, **code, **family.write(shape)})
     write_json(directory / "tokenizer.json", _TOKENIZER)
     write_json(directory / "tokenizer_config.json", {"eos_token": "<end>", "tokenizer_class": "PreTrainedTokenizerFast"})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,7 @@ def test_every_budget_has_its_size_and_says_where_it_comes_from(run: Path, membe
         counted = sum(tensor.numel() for key, tensor in tensors.items() if not key.endswith("expert_bias"))
         assert counted == total_params(info.shape, widths_of(parent_plan(info.shape), info.shape.num_layers))
         assert info.provenance["extracted_from"] == str(family.path) and info.provenance["plan"] == family.plans[name].to_dict()
-        assert info.provenance["budget"] == name and info.provenance["data"].startswith(
-            f"{run.parent / 'data'} (parent: 864 tokens, short: "
-        )
+        assert info.provenance["budget"] == name and info.provenance["data"].startswith("data (parent: 864 tokens, short: ")
     parent, full = tensors_of(family.path), tensors_of(members / "full")
     assert parent.keys() == full.keys() and all(torch.equal(parent[name], full[name]) for name in parent)
 
@@ -160,14 +159,14 @@ def test_verify_writes_what_it_found(run: Path, members: Path) -> None:
     assert code == 0, err
     assert all(name in out for name in BUDGETS)
     found = json.loads((run / "verify.json").read_text(encoding="utf-8"))
-    assert found["format_version"] == 1 and found["checkpoint"] == "stage-long" and list(found["budgets"]) == BUDGETS
-    for name, row in found["budgets"].items():
+    assert found["format_version"] == 2 and found["checkpoint"] == "stage-long" and list(found["budgets"]) == BUDGETS
+    for name, (row,) in found["budgets"].items():
         assert max(row["masked_sliced"], row["masked_extracted"]) < 1e-4
         assert row["extracted_loss"] == pytest.approx(row["loss"], rel=1e-5)
         assert row["loss"] == pytest.approx(last_loss_on_short_samples(run, name), rel=0.2)
     # The parent's plan runs the very same operations.
-    assert found["budgets"]["full"]["masked_sliced"] == found["budgets"]["full"]["masked_extracted"] == 0
-    assert found["budgets"]["small"]["masked_extracted"] > 0
+    assert found["budgets"]["full"][0]["masked_sliced"] == found["budgets"]["full"][0]["masked_extracted"] == 0
+    assert found["budgets"]["small"][0]["masked_extracted"] > 0
     assert in_new_process(command, "verify", str(run))[0] == 0  # extracts by itself
 
 
@@ -183,7 +182,9 @@ def test_verify_notices_one_wrong_weight(run: Path, members: Path, tmp_path: Pat
             tensors["decoder.layers.2.self_attention.linear_proj.weight"][3, 5] += damage
         write_named(tmp_path / name, tensors.items(), open_checkpoint(members / name).shape)
     message = refusal("verify", run, "--members", tmp_path)
-    assert message == "medium (megatron): logits differ by more than 0.0001; the member is not the family's, extract it again"
+    assert re.fullmatch(
+        r"medium \(megatron\): logits differ by \S+, \d\.\de-04 is allowed; the member is not the family's, extract it again", message
+    )
 
 
 def test_verify_refuses_members_that_are_not_there(run: Path, members: Path, tmp_path: Path) -> None:

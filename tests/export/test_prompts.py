@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron_elastic.corpus.info import open_data
 from megatron_elastic.errors import DataError
-from megatron_elastic.export.prompts import find_tokenizer, read_prompts
+from megatron_elastic.export.prompts import check_data_tokenizer, find_tokenizer, read_prompts
 from megatron_elastic.export.sources import Source
 from megatron_elastic.testing.tiny import tiny_shape
 from tests.train.harness import plain_recipe, write_data
@@ -78,6 +79,30 @@ def test_the_tokenizer_beside_the_weights_goes_before_the_run_s(run: Path, tmp_p
     save_words(tmp_path)
     assert find_tokenizer(checkpoint(inside, assets=tmp_path), None).name == str(tmp_path)
     assert find_tokenizer(checkpoint(inside, assets=tmp_path), "byte").name == "byte"
+
+
+def test_data_of_another_tokenizer(run: Path, tmp_path: Path) -> None:
+    """Known by name, else by their words; of what is not there any more only the size is compared."""
+    inside, data = run / "checkpoints" / "a", tmp_path / "data"
+    (tmp_path / "own").mkdir()
+    (tmp_path / "copy").mkdir()
+    save_words(tmp_path / "own")
+    model = checkpoint(inside, assets=tmp_path / "own")
+    with pytest.raises(
+        DataError, match=r"ids of tokenizer 'byte' \(257 words\), but the model's own is '.*own' \(4 words\); write the text"
+    ):
+        check_data_tokenizer(model, open_data(data))
+    check_data_tokenizer(checkpoint(inside), open_data(data))  # what its run was trained on
+    check_data_tokenizer(checkpoint(tmp_path / "elsewhere" / "deep" / "b"), open_data(data))  # nothing is known
+    save_words(tmp_path / "copy")
+    change_data(run, tokenizer=str(tmp_path / "copy"), vocab_size=4)
+    check_data_tokenizer(model, open_data(data))
+    words = (tmp_path / "copy" / "tokenizer.json").read_text(encoding="utf-8")
+    (tmp_path / "copy" / "tokenizer.json").write_text(words.replace("says", "said"), encoding="utf-8")
+    with pytest.raises(DataError, match=r"ids of tokenizer '.*copy' \(4 words\), but the model's own is '.*own' \(4 words\)"):
+        check_data_tokenizer(model, open_data(data))
+    (tmp_path / "copy" / "tokenizer.json").unlink()
+    check_data_tokenizer(model, open_data(data))
 
 
 def test_prompts_are_lines(tmp_path: Path) -> None:

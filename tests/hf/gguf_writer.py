@@ -98,7 +98,7 @@ def _tensors(directory: Path) -> dict[str, np.ndarray]:
 
 def _add_key(writer: GGUFWriter, key: str, value: Any) -> None:
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
-    add[type(value)](key, value)
+    (writer.add_int32 if isinstance(value, int) and value < 0 else add[type(value)])(key, value)
 
 
 def _add_tensor(writer: GGUFWriter, name: str, tensor: np.ndarray, kind: GGMLQuantizationType) -> None:

@@ -126,6 +126,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         LLAMA | {"quantization_config": {"quant_method": "fp8"}},
         "quantization_config: quantised weights are not read; give the model in",
     ),
+    "words that see what follows": (QWEN2 | {"is_causal": False}, "is_causal False is not supported: attention to words that follow"),
+    "words that see what follows, by null": (QWEN3 | {"is_causal": None}, "is_causal None is not supported"),
+    "words that see what follows, by 0": (DENSE | {"is_causal": 0}, "is_causal 0 is not supported"),
+    "unknown key that is false": (LLAMA | {"use_rope": False}, "use_rope False is not known here, so that the model might be another"),
+    "unknown key that is 0": (LLAMA | {"logit_scale": 0}, "logit_scale 0 is not known here"),
+    "key that is neutral only when false": (LLAMA | {"use_mrope": True}, "use_mrope True is not known here"),
+    "no norms of queries and keys": (QWEN3 | {"use_qk_norm": False}, "use_qk_norm False is not supported: this family has norms"),
     "unknown key": (LLAMA | {"logit_scale": 0.0625}, "logit_scale 0.0625 is not known here, so that the model might be another"),
     "unknown nested key": (LLAMA | {"vision": {"layers": 2}}, "vision {'layers': 2} is not known here"),
     "two numbers of experts": (
@@ -196,6 +203,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "num_key_value_heads 8 and num_query_groups 4 contradict each other",
     ),
 }
+
+
+HABITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nulls and what is empty": (LLAMA, {"text_config": None, "task_specific_params": {}, "mlp_only_layers": []}),
+    "causal": (QWEN2, {"is_causal": True}),
+    "biases that other families have": (MISTRAL, {"attention_bias": False, "mlp_bias": False}),
+    "Qwen3-Coder": (QWEN_MOE, {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}),
+    "transformers 4": (LLAMA, {"add_cross_attention": False, "is_decoder": False, "no_repeat_ngram_size": 0, "torchscript": False}),
+}
+
+
+@pytest.mark.parametrize("case", HABITS)
+def test_habits_change_nothing(case: str) -> None:
+    config, habits = HABITS[case]
+    assert shape_of(config | habits) == shape_of(config)
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -332,8 +354,19 @@ def test_what_a_family_cannot_say_is_named(case: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
         family.write(shape)
     assert message in str(caught.value) and f"a {kind} config cannot say " in str(caught.value)
-    with pytest.raises(UnsupportedError, match=f"{kind} cannot say " if shape.homogeneous else "add --homogenise"):
+    with pytest.raises(UnsupportedError, match=f"a {kind} config cannot say " if shape.homogeneous else "add --homogenise"):
         family_of_shape(shape, kind)
+
+
+def test_widths_per_layer_have_the_remedy_of_their_source() -> None:
+    shape = replace(PLAIN, mlp=MlpShape(ffn=(72, 64, 56, 48)))
+    with pytest.raises(UnsupportedError, match=r"\(model\.mlp\.ffn\); add --homogenise, or write a megatron checkpoint"):
+        family_of_shape(shape)
+    for kind in (None, "llama"):
+        with pytest.raises(
+            UnsupportedError, match=r"ffn\); extract it again from its family with --homogenise, or write a megatron checkpoint"
+        ):
+            family_of_shape(shape, kind, holds_family=False)
 
 
 def test_no_family_says_why_of_each() -> None:

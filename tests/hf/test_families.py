@@ -20,13 +20,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_elastic.export.extract import unstack_experts
 from megatron_elastic.hf.config import read_config
 from megatron_elastic.hf.families import FAMILIES, Family, family_of_config, family_of_shape
 from megatron_elastic.hf.rules import NameMap, OurTensors, to_theirs
 from megatron_elastic.hf.weights import HfWeights
 from megatron_elastic.hf.write import write_weights
 from megatron_elastic.shape import ModelShape
+from megatron_elastic.testing.experts import unstack_experts
 
 pytest.importorskip("transformers")
 from tests.hf.tiny_models import LONG, MODELS, tiny_model, tokens_of  # noqa: E402

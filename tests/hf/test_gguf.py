@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from gguf import GGMLQuantizationType
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
@@ -82,7 +84,7 @@ def write(llama: Path, tmp_path: Path) -> Callable[..., Path]:
 
 def converted(file: Path) -> Path:
     directory = file.parent / "converted"
-    directory.mkdir()
+    directory.mkdir(exist_ok=True)
     convert_gguf(file, directory)
     return directory
 
@@ -193,6 +195,31 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ElasticError], str]] = {
     ),
     "another way to cut": ({"extra": {"tokenizer.ggml.pre": "tekken"}}, UnsupportedError, "tokenizer.ggml.pre 'tekken' is not supported"),
     "an end added": ({"extra": {"tokenizer.ggml.add_eos_token": True}}, UnsupportedError, "add_eos_token true is not supported"),
+    "no heads": (
+        {"extra": {"llama.attention.head_count": 0}, "leave_out": ("llama.attention.key_length",)},
+        CheckpointError,
+        "llama.attention.head_count = 0 is not a number above 0",
+    ),
+    "a word for a number": (
+        {"extra": {"llama.embedding_length": "many"}},
+        CheckpointError,
+        "llama.embedding_length = 'many' is not a number above 0",
+    ),
+    "a fraction of a layer": (
+        {"extra": {"llama.block_count": 2.5}},
+        UnsupportedError,
+        "transformers has no such llama model: Validation error for field 'num_hidden_layers'",
+    ),
+    "hidden that heads do not divide": (
+        {"extra": {"llama.attention.head_count": 5}},
+        UnsupportedError,
+        r"transformers has no such llama model: .*The hidden size \(48\) is not a multiple of the number of attention heads \(5\)\.",
+    ),
+    "heads that their rows do not divide": (
+        {"extra": {"llama.attention.head_count": 16, "llama.attention.head_count_kv": 16}},
+        CheckpointError,
+        "its tensors do not fit its keys",
+    ),
     "missing tensor": ({"leave_out": ("blk.2.ffn_up.weight",)}, CheckpointError, r"tensor blk\.2\.ffn_up\.weight is missing"),
     "missing embedding": ({"leave_out": ("token_embd.weight",)}, CheckpointError, r"incomplete GGUF file: no tensor token_embd\.weight"),
     "missing key": ({"leave_out": ("llama.block_count",)}, CheckpointError, r"incomplete GGUF file: no key llama\.block_count"),
@@ -213,14 +240,70 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ElasticError], str]] = {
         r"\d+ tokenizer\.ggml\.tokens but 1 tokenizer\.ggml\.token_type",
     ),
     "special words": ({"extra": {"tokenizer.ggml.eos_token_id": 9999}}, CheckpointError, r"special words \{'eos': 9999\} are not among"),
+    "negative special words": (
+        {"extra": {"tokenizer.ggml.bos_token_id": -1}},
+        CheckpointError,
+        r"special words \{'bos': -1\} are not among the \d+ tokenizer",
+    ),
+    "negative special words without a tokenizer": (
+        {"tokenizer": {"tokenizer.ggml.padding_token_id": -1}},
+        CheckpointError,
+        r"special words \{'pad': -1\} are not among the 0 tokenizer",
+    ),
+    "special words that are no number": (
+        {"extra": {"tokenizer.ggml.eos_token_id": "end"}},
+        CheckpointError,
+        r"special words \{'eos': 'end'\} are not among",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_honoured_is_refused_by_name(name: str, write: Callable[..., Path]) -> None:
     options, kind, message = REFUSED[name]
-    with pytest.raises(kind, match=message):
+    with pytest.raises(kind, match=message) as caught:
         converted(write(**options))
+    assert len(str(caught.value).splitlines()) in (1, 1 + len(caught.value.problems))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "README.md"])
+def test_a_full_disk_is_an_error_of_the_system(name: str, write: Callable[..., Path]) -> None:
+    file = write()
+    (file.parent / "converted").mkdir()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if name == "model.safetensors":  # it would replace a link
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+        else:
+            (file.parent / "converted" / name).symlink_to("/dev/full")
+        with pytest.raises(OSError, match=r"No space left on device|File too large") as caught:
+            converted(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "\n" not in str(caught.value)
+
+
+LICENCES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "plain": ({"general.license": "mit"}, {"license": "mit"}),
+    "of YAML's signs": ({"general.license": "a: b # ünï\n---"}, {"license": "a: b # ünï\n---"}),
+    "of its own": (
+        {"general.license": "other", "general.license.name": "llama3.1", "general.license.link": "https://example.org/LICENSE"},
+        {"license": "other", "license_name": "llama3.1", "license_link": "https://example.org/LICENSE"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LICENCES)
+def test_a_licence_is_yaml(case: str, write: Callable[..., Path]) -> None:
+    keys, header = LICENCES[case]
+    text = (converted(write(tokenizer=keys)) / "README.md").read_text(encoding="utf-8")
+    assert text.startswith("---\n") and text.endswith("\n---\n") and yaml.safe_load(text[4:-4]) == header
+
+
+def test_words_beyond_ascii_whatever_the_locale(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("io.text_encoding", lambda encoding, stacklevel=2: encoding or "ascii")  # as Python has it in a locale of ASCII
+    directory = converted(write(extra={"tokenizer.ggml.tokens": ["<unk>", "<s>", "<｜end▁of▁sentence｜>", *TOKENS[3:]]}))
+    assert AutoTokenizer.from_pretrained(directory).eos_token == "<｜end▁of▁sentence｜>"
 
 
 def test_a_quantisation_that_cannot_be_undone_is_named(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ class Ours:
 def ours(smollm2_directory: Path, tmp_path_factory: Any, _one_process: Any) -> Iterator[Ours]:
     """SmolLM2 imported, and made elastic by the recipe that ships."""
     path = tmp_path_factory.mktemp("runs") / "smollm2"
-    with importable(smollm2_directory) as source:
+    with importable(smollm2_directory, path) as source:
         import_model(source, cut(source, None), path)
     family, _ = with_recipe(open_source(path), RECIPE)
     assert family.space is not None
@@ -130,7 +130,7 @@ def test_perplexity_is_transformers_and_the_known_one(ours: Ours, theirs: Any, s
 
 
 def test_in_and_out_bit_for_bit(ours: Ours, smollm2_directory: Path, tmp_path: Path) -> None:
-    write_member(open_source(ours.path), None, tmp_path / "back", Options(hugging_face=True, shard_bytes=200_000_000))
+    write_member(open_source(ours.path), None, tmp_path / "back", Options(hugging_face=True, shard_gigabytes=0.2))
     before, after = (
         {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
         for directory in (smollm2_directory, tmp_path / "back")

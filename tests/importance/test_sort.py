@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_elastic.axes import ElasticAxis
 from megatron_elastic.errors import CheckpointError
-from megatron_elastic.export.extract import extract, stack_experts, unstack_experts
+from megatron_elastic.export.extract import extract
 from megatron_elastic.formats import SORTED as FORMAT
 from megatron_elastic.importance.dealing import fixed_groups, permutations
 from megatron_elastic.importance.ranking import Ranking
@@ -30,6 +30,7 @@ from megatron_elastic.models.build import build_model
 from megatron_elastic.models.weights import gather_tensors, scatter_tensors
 from megatron_elastic.shape import ModelShape
 from megatron_elastic.space import build_space
+from megatron_elastic.testing.experts import stack_experts, unstack_experts
 from megatron_elastic.testing.tiny import randomize_, tiny_dense, tiny_moe, tiny_shape
 from tests.elastic.family import text, tiny_space
 from tests.importance.rankings import random_ranking, random_tensors, ranking_of

@@ -72,18 +72,38 @@ def test_the_parents_loss_is_told_or_that_of_the_full_budget_before_training(tmp
 
 
 def test_verify_is_optional_and_of_the_last_checkpoint(run):
-    assert read_run(run).verified["small"]["extracted_loss"] == 2.5
+    assert [found["reader"] for found in read_run(run).verified["small"]] == ["megatron", "transformers"]
+    assert read_run(run).worst_verified("small")["extracted_loss"] == 2.5
     data = json.loads((run / "verify.json").read_text())
     (run / "verify.json").write_text(json.dumps(data | {"checkpoint": "stage-short"}))
     assert "is of checkpoint stage-short, not of stage-long" in read_run(run).notes[0]
-    (run / "verify.json").write_text(json.dumps(data | {"format_version": 2}))
-    with pytest.raises(CheckpointError, match=r"verify.json: format_version 2 is not 1; run `megatron-elastic verify"):
+    (run / "verify.json").write_text(json.dumps(data | {"format_version": 3}))
+    with pytest.raises(CheckpointError, match=r"verify.json: format_version 3 is not 1 or 2; run `megatron-elastic verify"):
         read_run(run)
     (run / "verify.json").write_text("{")
     with pytest.raises(CheckpointError, match="verify.json is not JSON; run `megatron-elastic verify"):
         read_run(run)
     (run / "verify.json").unlink()
-    assert read_run(run).verified == {}
+    assert read_run(run).verified == {} and read_run(run).worst_verified("small") == {}
+
+
+@pytest.mark.parametrize("wrong", [0.3, float("nan")])
+def test_a_member_that_one_reader_found_to_differ_is_said(run, wrong):
+    data = json.loads((run / "verify.json").read_text())
+    data["budgets"]["small"][0] |= {"masked_extracted": wrong, "holds": False}
+    (run / "verify.json").write_text(json.dumps(data))
+    record = read_run(run)
+    assert (
+        "verify.json: small (megatron): the member was not the family's; extract it and run" in record.notes[0] and len(record.notes) == 1
+    )
+    assert record.worst_verified("small")["reader"] == "megatron"
+
+
+def test_verify_of_an_earlier_release_has_one_reader(run):
+    old = {"small": {"masked_sliced": 1e-6, "masked_extracted": 3e-6, "loss": 2.1, "extracted_loss": 2.4}}
+    (run / "verify.json").write_text(json.dumps({"format_version": 1, "checkpoint": "stage-long", "budgets": old}))
+    record = read_run(run)
+    assert record.worst_verified("small") == old["small"] and record.worst_verified("full") == {} and record.notes == ()
 
 
 def test_no_run(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -13,12 +13,15 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_elastic.checkpoint.files import CheckpointKind, candidates, check_shape, damage
 from megatron_elastic.checkpoint.named import NamedTensors
+from megatron_elastic.checkpoint.plain import RUN, read_plain
 from megatron_elastic.checkpoint.sharded.optimizer import restore
-from megatron_elastic.checkpoint.sharded.state import MODEL, OPTIMIZER, RUN, build_state, drop_extra_states, parts_of_model
+from megatron_elastic.checkpoint.sharded.state import MODEL, OPTIMIZER, build_state, drop_extra_states, parts_of_model
 from megatron_elastic.errors import CheckpointError
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.platform.versions import load_sharded
 from megatron_elastic.shape import ModelShape
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ def load_checkpoint(
 
     model: this rank's part or parts, wrapped or not. Returns the `state` it was saved with, {} when there is none.
     Raises CheckpointError on every rank, before anything is changed, when it is missing, half-written, changed since it was written, of
-    another model, or has no optimizer state although one is asked for.
+    another model, has no optimizer state although one is asked for, or holds more than plain data beside its tensors: nothing of it is run.
     """
     _together(lambda: _check(directory, shape, wants_optimizer=optimizer is not None), parallel)
     problems = _damage(directory, parallel)
@@ -65,10 +68,10 @@ def load_latest(
     """Load the best whole checkpoint among those of a run, None when there is none of any kind. A collective: every rank calls it.
 
     The one that `latest` names comes first, then the newest; what is half-written or was changed since is skipped, with a note.
-    Raises CheckpointError on every rank when the one chosen is of another model, or when there are only damaged ones: to begin afresh then
-    would be a decision of the user's.
+    Raises CheckpointError on every rank when the one chosen is of another model, `latest` names no checkpoint of the run, or there are only
+    damaged ones: to begin afresh then would be a decision of the user's.
     """
-    listed: list[Any] = [candidates(run_dir) if parallel.is_main else None]
+    listed: list[Any] = [_together(lambda: candidates(run_dir) if parallel.is_main else None, parallel)]
     dist.broadcast_object_list(listed, src=0)
     skipped: list[str] = []
     for path in listed[0]:
@@ -92,14 +95,15 @@ def _damage(directory: Path, parallel: ParallelContext) -> list[str]:
     return list(dict.fromkeys(problem for problems in found for problem in problems))
 
 
-def _together(check: Callable[[], None], parallel: ParallelContext) -> None:
-    """Make a check on every rank; what one finds is raised on all."""
-    error = None
+def _together(work: Callable[[], T], parallel: ParallelContext) -> T:
+    """The result of `work`, which every rank does for itself; a CheckpointError of one is raised on all."""
+    result, error = None, None
     try:
-        check()
+        result = work()
     except CheckpointError as found:
         error = found
     parallel.raise_together(error)
+    return cast(T, result)
 
 
 def _check(directory: Path, shape: ModelShape, *, wants_optimizer: bool) -> None:
@@ -118,7 +122,8 @@ def _load(
     optimizer: MegatronOptimizer | None,
 ) -> dict[str, Any]:
     state = drop_extra_states(build_state(model, optimizer, None, parallel, is_loading=True))
-    loaded = load_sharded(state, directory)
+    plain = _together(lambda: read_plain(directory), parallel)
+    loaded = load_sharded(state, directory, plain)
     for number, part in enumerate(parts_of_model(model)):
         result = part.load_state_dict(loaded[MODEL][number], strict=False)
         missing = [key for key in result.missing_keys if not key.endswith("_extra_state")]

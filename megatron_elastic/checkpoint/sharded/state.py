@@ -12,11 +12,12 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import Float16Module, MegatronModule
 
+from megatron_elastic.checkpoint.plain import RUN
 from megatron_elastic.checkpoint.sharded.optimizer import sharded_state
 from megatron_elastic.parallel import ParallelContext
 
-MODEL, OPTIMIZER, RUN = "model", "optimizer", "run"
-"""Entries of the state dict; the parts of a model are entries of MODEL. Keys in the file know neither."""
+MODEL, OPTIMIZER = "model", "optimizer"
+"""Entries of the state dict, beside RUN; the parts of a model are entries of MODEL. Keys in the file know neither."""
 
 
 def parts_of_model(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[MegatronModule]:
