@@ -70,7 +70,7 @@ def test_what_is_kept(directory: Path, tmp_path: Path) -> None:
         ("mine/snapshots/607a30d", {}, "607a30d"),
         ("hub/models--a--b/refs/main", {}, "main"),
         ("Mine-1B", {"_name_or_path": "HuggingFaceTB/SmolLM2-135M"}, "HuggingFaceTB/SmolLM2-135M"),
-        ("Mine-1B", {"_name_or_path": "/home/me/out"}, "Mine-1B"),
+        ("Mine-1B", {"_name_or_path": "/models/mine/out"}, "Mine-1B"),
         ("Mine-1B", {"_name_or_path": "./out"}, "Mine-1B"),
         ("Mine-1B", {"_name_or_path": "runs/out/last"}, "Mine-1B"),
         ("Mine-1B", {"_name_or_path": "gpt2"}, "Mine-1B"),
