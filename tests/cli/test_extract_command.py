@@ -89,13 +89,13 @@ def test_the_card(dense: Path, recipe: Path, tmp_path: Path) -> None:
     run("extract", dense, "--recipe", recipe, "--budget", "small", "--format", "hf", "--out", tmp_path / "small")
     card = (tmp_path / "small" / "README.md").read_text(encoding="utf-8")
     header = yaml.safe_load(card.split("---")[1])
-    assert (header["license"], header["base_model"], header["library_name"]) == ("apache-2.0", "somebody/else", "transformers")
+    assert (header["license"], header["base_model"], header["library_name"]) == ("apache-2.0", "Dense-1B", "transformers")
     plan = resize_of(dense, recipe, "small")
     assert f"| hidden | {plan.hidden_size} | 80 |" in card and "| layers dropped | 2 | none |" in card
     assert "- Budget: `small`" in card and "- Licence of the parent: apache-2.0" in card
     assert "- Trained on: nothing since; its weights are those of the parent" in card
     counts = [sum(t.numel() for t in weights_of(path).values()) for path in (tmp_path / "small", dense)]
-    assert f"{counts[0]:,} parameters" in card and f"from `somebody/else` ({counts[1]:,} parameters)" in card
+    assert f"{counts[0]:,} parameters" in card and f"from `Dense-1B` ({counts[1]:,} parameters)" in card
     run("extract", dense, "--recipe", recipe, "--budget", "small", "--out", tmp_path / "megatron")
     run("extract", tmp_path / "megatron", "--format", "hf", "--out", tmp_path / "again" / "small")
     again = (tmp_path / "again" / "small" / "README.md").read_text(encoding="utf-8")

@@ -128,7 +128,7 @@ def test_training_hands_on_what_belongs_to_the_model(dense: Path, tmp_path: Path
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "LICENSE"):
         assert (small / name).read_bytes() == (dense / name).read_bytes()
     card = (small / "README.md").read_text(encoding="utf-8")
-    assert yaml.safe_load(card.split("---")[1])["license"] == "apache-2.0" and "base_model: somebody/else" in card
+    assert yaml.safe_load(card.split("---")[1])["license"] == "apache-2.0" and "base_model: Mine-1B" in card
     assert "- Budget: `small`" in card and f"- Trained on: {Path(data).name} (elastic: 288 tokens)" in card and "small, " in out
 
 

@@ -35,9 +35,7 @@ def test_what_belongs_to_a_model_goes_through_both_formats(theirs: Path, tmp_pat
     lines = write_member(open_source(theirs), None, tmp_path / "ours", Options())
     assert lines == [f"{tmp_path / 'ours'}: model, 181,040 parameters, layers T4, hidden 80, vocabulary 131"]
     ours = open_source(tmp_path / "ours")
-    assert ours.assets == tmp_path / "ours" / "assets" and read_origin(tmp_path / "ours" / "assets") == Origin(
-        "somebody/else", "apache-2.0"
-    )
+    assert ours.assets == tmp_path / "ours" / "assets" and read_origin(tmp_path / "ours" / "assets") == Origin("Dense-1B", "apache-2.0")
     write_member(ours, None, tmp_path / "back", Options(hugging_face=True))
     assert same(weights_of(tmp_path / "back"), weights_of(theirs))
     assert contents(tmp_path / "back").items() >= {
