@@ -103,9 +103,10 @@ class Comparison:
 
     def __init__(self, shape: ModelShape, space: ElasticSpace, parallel: ParallelContext, tokens: int) -> None:
         from megatron_elastic.elastic.attach import elasticize
-        from megatron_elastic.export.extract import extract, stack_experts, unstack_experts
+        from megatron_elastic.export.extract import extract
         from megatron_elastic.models.build import build_model
         from megatron_elastic.models.weights import gather_tensors, scatter_tensors
+        from megatron_elastic.testing.experts import stack_experts, unstack_experts
         from megatron_elastic.testing.tiny import randomize_
 
         self.shape, self.plan, self.tokens = shape, half_width_plan(space), tokens
