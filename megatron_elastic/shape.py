@@ -308,9 +308,8 @@ def _size_problems(part: object, key: str) -> list[str]:
             found += _size_problems(value, f"{key}.{field.name}")
             continue
         for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, bool) and "bool" not in str(
-                field.type
-            ):  # it equals 1 or 0, and would be taken for a shape that has been seen
+            # Python takes true for 1, and a cache of shapes takes one for the other.
+            if isinstance(number, bool) and not isinstance(field.default, bool):
                 found.append(f"{key}.{field.name} {number} must be a number")
             if isinstance(number, int | float) and not isinstance(number, bool) and not number > 0:
                 found.append(f"{key}.{field.name} {number} must be above 0")

@@ -83,11 +83,19 @@ def test_a_good_shape_has_no_problems():
         ({"moe": MoeShape(experts=4, topk=0, ffn=8)}, "model.moe.topk 0 must be above 0"),
         ({"moe": MoeShape(experts=4, topk=1, ffn=8, shared_ffn=0)}, "model.moe.shared_ffn 0 must be above 0"),
         ({"mlp": MlpShape(ffn=-3)}, "model.mlp.ffn -3 must be above 0"),
+        ({"moe": MoeShape(experts=4, topk=True, ffn=8)}, "model.moe.topk True must be a number"),
     ],
 )
 def test_each_bad_number_has_its_message(change, message):
     (found,) = replace(SHAPE, **change).problems()
     assert found.startswith(message)
+
+
+def test_a_size_that_is_true_is_refused_before_a_cache_takes_it_for_one():
+    true, one = (replace(SHAPE, moe=replace(SHAPE.moe, experts=(4, 8), topk=topk)) for topk in (True, 1))
+    assert true == one and true.problems()
+    moe = one.at(1).moe
+    assert moe is not None and type(moe.topk) is int
 
 
 def test_several_problems_come_together():

@@ -79,10 +79,11 @@ class Job:
         from megatron_elastic.export.sources import open_source
         from megatron_elastic.parallel import ParallelContext
         from megatron_elastic.train.loop import start_parallel
+        from megatron_elastic.train.run import parent_checkpoint
 
         if path.is_file() and path.suffix in (".yaml", ".yml"):
             recipe = load_recipe(path, overrides)
-            source = open_source(_parent(recipe))
+            source = open_source(parent_checkpoint(recipe))
             parallel = start_parallel(recipe)
             try:
                 return cls(path, source, parallel, _load(source, recipe, parallel), recipe)
@@ -139,7 +140,7 @@ class Job:
         """This replica's rows, and what the user calls their text."""
         from megatron_elastic.corpus.info import open_data
         from megatron_elastic.errors import ConfigError
-        from megatron_elastic.export.prompts import find_tokenizer
+        from megatron_elastic.export.prompts import check_data_tokenizer, find_tokenizer
         from megatron_elastic.export.texts import read_text
         from megatron_elastic.importance.text import rows_of_data, rows_of_documents
 
@@ -155,6 +156,7 @@ class Job:
         directory = str(data) if data is not None or self.recipe is None or self.recipe.data is None else self.recipe.data.path
         cache = None if self.recipe is None else Path(self.recipe.run_dir) / "data_cache"
         info = open_data(directory, vocab_size)
+        check_data_tokenizer(self.source, info)
         return rows_of_data(info, options.tokens, length, self.parallel, seed=options.seed, cache=cache), directory
 
     def _with_progress(self, title: str, work: Callable[[Callable[[int, int], None] | None], Any]) -> Any:
@@ -166,23 +168,6 @@ class Job:
             return work(None)
         with progress_bar(title, MofNCompleteColumn()) as progress:
             return work(progress)
-
-
-def _parent(recipe: Recipe) -> Path:
-    """The checkpoint of a recipe's parent: the end of the stage that trains it, else the recipe's `parent`. Raises CheckpointError or ConfigError."""
-    from megatron_elastic.errors import CheckpointError, ConfigError
-
-    trained = [stage.name for stage in recipe.stages if not stage.elastic]
-    if trained:
-        path = Path(recipe.run_dir) / "checkpoints" / f"stage-{trained[-1]}"
-        if not path.is_dir():
-            raise CheckpointError(
-                f"the parent's checkpoint {path} is not there; first train it: megatron-elastic train RECIPE --stage {trained[-1]}"
-            )
-        return path
-    if recipe.parent is None:
-        raise ConfigError("the recipe has no parent to rank; set parent: PATH or add a stage with elastic: false")
-    return Path(recipe.parent)
 
 
 def _load(source: Source, recipe: Recipe, parallel: ParallelContext) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -74,7 +73,6 @@ def command(  # noqa: PLR0913 - one argument an option
         _check_list_alone([*given, *(name for name, value in of_writing.items() if value not in (None, False))])
     else:
         _check_options(given, out, {} if format == "hf" else of_hugging_face)
-    _check_shards(shard_gigabytes)
     options = Options(
         hugging_face=format == "hf",
         family=family,
@@ -102,14 +100,6 @@ def _check_list_alone(given: list[str]) -> None:
 
     if given:
         raise ConfigError(f"{' and '.join(given)}: --list writes nothing and shows every budget; leave out one or the other")
-
-
-def _check_shards(gigabytes: float | None) -> None:
-    """Raise ConfigError for a size that is no number of bytes."""
-    from megatron_elastic.errors import ConfigError
-
-    if gigabytes is not None and math.isinf(gigabytes):
-        raise ConfigError(f"--shard-gigabytes {gigabytes} must be finite; leave it out, or name more than the model has")
 
 
 def _check_members(model: Source, plans: Mapping[str, SubmodelPlan | None], options: Options) -> None:

@@ -1,4 +1,4 @@
-"""Write a member as a Hugging Face directory that transformers, vLLM and llama.cpp's converter load as any other model."""
+"""Write a member as a Hugging Face directory that transformers loads as any other model."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -54,7 +55,9 @@ class Options:
     watch: Callable[[Member], Member] = lambda member: member
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for shards that hold nothing."""
+        """Raise ConfigError for a size of shards that is no number of bytes."""
+        if self.shard_gigabytes is not None and math.isinf(self.shard_gigabytes):
+            raise ConfigError(f"--shard-gigabytes {self.shard_gigabytes} must be finite; leave it out, or name more than the model has")
         if self.shard_gigabytes is not None and not self.shard_gigabytes > 0:
             raise ConfigError(f"--shard-gigabytes {self.shard_gigabytes} must be above 0")
 

@@ -35,7 +35,7 @@ from megatron_elastic.train.data import (
 )
 from megatron_elastic.train.faults import during, ending
 from megatron_elastic.train.forward import batch_loss, loss_terms
-from megatron_elastic.train.run import Run
+from megatron_elastic.train.run import Run, parent_checkpoint
 from megatron_elastic.train.schedule import map_microbatches
 from megatron_elastic.train.step import train_step
 
@@ -89,11 +89,11 @@ def run_stage(run: Run, callbacks: list[Callback]) -> None:
     """The rest of the current stage, then its checkpoint."""
     stage, parallel = run.stage, run.parallel
     if stage.elastic and run.handle is None:
-        run.become_elastic(run.parent_checkpoint())
+        run.become_elastic(parent_checkpoint(run.recipe))
         check_teacher(run)
         assert run.handle is not None
         _say(run, run.handle.summary())
-        if unsorted := unsorted_axes(run.handle.space, open_checkpoint(run.parent_checkpoint()).provenance):
+        if unsorted := unsorted_axes(run.handle.space, open_checkpoint(parent_checkpoint(run.recipe)).provenance):
             names = ", ".join(axis.value for axis in unsorted)
             _say(
                 run,

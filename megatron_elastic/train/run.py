@@ -20,6 +20,7 @@ from megatron_elastic.checkpoint import (
     prune,
     save_checkpoint,
 )
+from megatron_elastic.checkpoint.files import CHECKPOINTS
 from megatron_elastic.config import to_plain
 from megatron_elastic.elastic.attach import ElasticHandle, elasticize
 from megatron_elastic.errors import CheckpointError, ConfigError
@@ -76,7 +77,7 @@ class Run:
     @property
     def checkpoints(self) -> Path:
         """Where this run's checkpoints are."""
-        return self.directory / "checkpoints"
+        return self.directory / CHECKPOINTS
 
     @property
     def stage(self) -> StageConfig:
@@ -138,7 +139,7 @@ class Run:
         return "started from fresh weights"
 
     def _resume_elastic(self, state: dict[str, Any]) -> None:
-        self.become_elastic(self.parent_checkpoint())
+        self.become_elastic(parent_checkpoint(self.recipe))
         assert self.decider is not None
         if self.decider.router is not None and self.decider.optimizer is not None:
             self.decider.router.load_state_dict(state["router"])
@@ -154,17 +155,6 @@ class Run:
             raise CheckpointError(
                 f"{str(checkpoint)!r} was made by another recipe: {changes}{more}; choose another run_dir or delete this one"
             )
-
-    def parent_checkpoint(self) -> Path:
-        """The checkpoint of the frozen parent: the end of the stage that trained it, or the recipe's. Raises CheckpointError."""
-        trained = [stage.name for stage in self.recipe.stages if not stage.elastic]
-        if trained:
-            path = self.checkpoints / f"stage-{trained[-1]}"
-            if not path.is_dir():
-                raise CheckpointError(f"the parent's checkpoint {path} is gone; train stage {trained[-1]!r} again or set parent: PATH")
-            return path
-        assert self.recipe.parent is not None
-        return find_model_checkpoint(Path(self.recipe.parent))
 
     def become_elastic(self, parent: Path) -> None:
         """Load the frozen parent, make the model elastic and set up its router. Does nothing the second time."""
@@ -275,3 +265,16 @@ def build_optimizer(recipe: Recipe, chunks: list[DistributedDataParallel]) -> An
 
 def _of_the_parent(provenance: Mapping[str, Any]) -> dict[str, Any]:
     return {key: provenance[key] for key in _OF_THE_PARENT if key in provenance}
+
+
+def parent_checkpoint(recipe: Recipe) -> Path:
+    """The checkpoint of a recipe's parent: the end of the stage that trains it, else the recipe's `parent`. Raises CheckpointError or ConfigError."""
+    trained = [stage.name for stage in recipe.stages if not stage.elastic]
+    if trained:
+        path = Path(recipe.run_dir) / CHECKPOINTS / f"stage-{trained[-1]}"
+        if not path.is_dir():
+            raise CheckpointError(f"the parent's checkpoint {path} is not there; train stage {trained[-1]!r} first or set parent: PATH")
+        return path
+    if recipe.parent is None:
+        raise ConfigError("the recipe has no parent; set parent: PATH or add a stage with elastic: false")
+    return find_model_checkpoint(Path(recipe.parent))

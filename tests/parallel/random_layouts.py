@@ -30,7 +30,7 @@ from megatron_elastic.testing.tiny import randomize_
 from megatron_elastic.train.data import MicroBatch, pack_samples, share_of_context
 from megatron_elastic.train.forward import batch_loss, hidden_states, loss_terms
 from megatron_elastic.train.loop import start_parallel
-from megatron_elastic.train.run import Run
+from megatron_elastic.train.run import Run, parent_checkpoint
 from megatron_elastic.train.step import train_step
 from tests.elastic.family import narrowed, staggered
 from tests.shape_strategies import shapes, spaces_of
@@ -279,7 +279,7 @@ def steps(rank: int, world: int, recipes: list[Recipe]) -> list[tuple[float, flo
         try:
             run = Run(recipe, parallel)
             run.resume()
-            run.become_elastic(run.parent_checkpoint())
+            run.become_elastic(parent_checkpoint(run.recipe))
             micro, together = recipe.stages[0].micro_batch_size, recipe.stages[0].micro_batch_size * parallel.data
             mine = range(parallel.data_rank * micro, recipe.stages[0].global_batch_size, together)
             metrics = train_step(run, iter([row(recipe, first) for first in mine]))

@@ -28,7 +28,7 @@ from megatron_elastic.shape import ModelShape
 from megatron_elastic.space import AxisChoices
 from megatron_elastic.train.data import MicroBatch, pack_samples
 from megatron_elastic.train.loop import start_parallel
-from megatron_elastic.train.run import Run
+from megatron_elastic.train.run import Run, parent_checkpoint
 from megatron_elastic.train.step import StepMetrics, train_step
 from tests.elastic.family import layer_axes, narrowed, staggered, tiny_space
 
@@ -103,7 +103,7 @@ def outcome(rank: int, world: int, recipe: Recipe) -> Outcome | None:
     try:
         run = Run(recipe, parallel)
         run.resume()
-        run.become_elastic(run.parent_checkpoint())
+        run.become_elastic(parent_checkpoint(run.recipe))
         return two_steps(run)
     finally:
         parallel.destroy()

@@ -36,7 +36,7 @@ from megatron_elastic.testing.tiny import randomize_, tiny_moe, tiny_shape
 from megatron_elastic.train.data import MicroBatch
 from megatron_elastic.train.decide import Decider
 from megatron_elastic.train.loop import check_teacher, start_parallel
-from megatron_elastic.train.run import Run
+from megatron_elastic.train.run import Run, parent_checkpoint
 from megatron_elastic.train.step import accumulate_gradients
 from tests.elastic.family import PARENTS, build_family, layer_axes, narrowed, relative, run, staggered, tiny_space
 from tests.parallel.layouts import LAYOUTS, models
@@ -239,7 +239,7 @@ def started(recipe: Recipe) -> Run:
     """A run at its first step, elastic."""
     found = Run(recipe, start_parallel(recipe))
     found.resume()
-    found.become_elastic(found.parent_checkpoint())
+    found.become_elastic(parent_checkpoint(found.recipe))
     return found
 
 
