@@ -32,13 +32,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.command import outcome
 from benchmarks.shares import BAR, SCHEMES, Balance, expert_flops, expert_layers, live_experts, per_rank, prefix_flops, spaces_of
 from megatron_elastic import __version__
 from megatron_elastic.axes import ElasticAxis, ElasticSpace, SubmodelPlan
 from megatron_elastic.config import load_recipe, to_plain
 from megatron_elastic.corpus.sources import STDLIB, find_files, limit_bytes
 from megatron_elastic.cost import flops_per_token, widths_of
-from megatron_elastic.errors import ConfigError, ElasticError
+from megatron_elastic.errors import ConfigError
 from megatron_elastic.layout import layer_of
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.preflight import budget_plans, check_sequence_length, recipe_cost, recipe_problems
@@ -360,13 +361,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     options = parse(arguments)
-    try:
-        result = measure(options)
-    except ElasticError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print_report(result)
-    return 0
+    return outcome(lambda: measure(options), print_report)
 
 
 if __name__ == "__main__":

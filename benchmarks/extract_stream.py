@@ -29,6 +29,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import outcome
 from benchmarks.paired import Spread, paired
 from megatron_elastic import __version__
 from megatron_elastic.axes import ElasticAxis, ElasticSpace
@@ -284,13 +285,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     options = parse(arguments)
-    try:
-        result = measure(options)
-    except ElasticError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print_report(result)
-    return 0
+    return outcome(lambda: measure(options), print_report)
 
 
 if __name__ == "__main__":

@@ -26,12 +26,13 @@ from typing import Any
 import psutil
 import torch
 
+from benchmarks.command import outcome
 from benchmarks.paired import Seconds, Spread, Timed, paired, take_turns
 from megatron_elastic import __version__
 from megatron_elastic.axes import ElasticSpace, SubmodelPlan
 from megatron_elastic.config import load_recipe, to_plain
 from megatron_elastic.cost import flops_per_token, total_params, widths_of
-from megatron_elastic.errors import ConfigError, ElasticError
+from megatron_elastic.errors import ConfigError
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.preflight import check_sequence_length
 from megatron_elastic.shape import ModelShape
@@ -316,17 +317,15 @@ def parse(arguments: Sequence[str] | None) -> Options:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     options = parse(arguments)
-    try:
+
+    def on_one_process() -> dict[str, Any]:
         parallel = ParallelContext.initialize()
         try:
-            result = measure(options, parallel)
+            return measure(options, parallel)
         finally:
             parallel.destroy()
-    except ElasticError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print_report(result)
-    return 0
+
+    return outcome(on_one_process, print_report)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ Run: pytest tests/cli/test_rank.py
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -103,4 +105,16 @@ def test_what_cannot_be_ranked_is_refused(arguments: list[str], message: str, ro
     monkeypatch.chdir(root)
     code, _, err = rank(*arguments, "--out", str(root / "none.ranking"))
     assert code == 2 and message in err.replace("\n", " "), err
+    assert not (root / "none.ranking").exists()
+
+
+def test_the_ids_of_another_tokenizer_are_refused(root: Path) -> None:
+    other = root / "other"
+    shutil.copytree(root / "data", other)
+    said = json.loads((other / "data.json").read_text(encoding="utf-8")) | {"tokenizer": "elsewhere", "vocab_size": 260}
+    (other / "data.json").write_text(json.dumps(said), encoding="utf-8")
+    code, _, err = rank(str(root / "run"), "--data", str(other), "--tokens", "144", "--out", str(root / "none.ranking"))
+    assert code == 2 and "holds ids of tokenizer 'elsewhere' (260 words), but the model's own is 'byte' (257 words)" in err.replace(
+        "\n", " "
+    ), err
     assert not (root / "none.ranking").exists()
