@@ -330,9 +330,15 @@ def find_model_checkpoint(path: Path) -> Path:
 
 def find_assets(checkpoint: Path) -> Path | None:
     """The assets of a checkpoint: its own, or those of the run (or the import) it is in; None when there are none."""
+    own = checkpoint / ASSETS
+    return own if own.is_dir() else in_run_of(checkpoint, ASSETS)
+
+
+def in_run_of(checkpoint: Path, name: str) -> Path | None:
+    """What is called `name` in the run (or the import) that a checkpoint is in; None when it is in none, or there is no such thing."""
     holder = checkpoint.resolve().parent
-    places = [checkpoint / ASSETS, *([holder.parent / ASSETS] if holder.name == CHECKPOINTS else [])]
-    return next((path for path in places if path.is_dir()), None)
+    found = holder.parent / name
+    return found if holder.name == CHECKPOINTS and found.exists() else None
 
 
 def _newest_first(run_dir: Path) -> list[Path]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_elastic.axes import SubmodelPlan
-from megatron_elastic.checkpoint.files import CHECKPOINTS, DESCRIPTION, RECIPE_FILE
+from megatron_elastic.checkpoint.files import DESCRIPTION, RECIPE_FILE, in_run_of
 from megatron_elastic.checkpoint.plain import RUN, read_plain
 from megatron_elastic.config import load_recipe
 from megatron_elastic.errors import CheckpointError, PlanError
@@ -18,11 +18,8 @@ from megatron_elastic.recipe import Recipe
 
 def recipe_of_run(source: Source) -> Recipe | None:
     """The recipe of the run (or the import) that a checkpoint is in; None when it is in none."""
-    holder = source.path.resolve().parent
-    file = holder.parent / RECIPE_FILE
-    if holder.name != CHECKPOINTS or not file.is_file():
-        return None
-    return load_recipe(file)
+    file = in_run_of(source.path, RECIPE_FILE)
+    return None if file is None else load_recipe(file)
 
 
 def plan_at_target(source: Source, target: float, recipe: Recipe | None) -> SubmodelPlan:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_elastic.checkpoint.files import RECIPE_FILE
+from megatron_elastic.checkpoint.files import RECIPE_FILE, in_run_of
 from megatron_elastic.config import load_recipe
 from megatron_elastic.corpus.info import DESCRIPTION, DataInfo, open_data
 from megatron_elastic.corpus.tokenizer import HuggingFaceTokenizer, Tokenizer, open_tokenizer
@@ -97,7 +97,7 @@ def _own_tokenizer(source: Source) -> tuple[str, int] | None:
     if (beside := _beside(source)) is not None:
         return beside.name, beside.vocab_size
     for recipe in _recipes(source):
-        trained_on = load_recipe(recipe).data if recipe.is_file() else None
+        trained_on = load_recipe(recipe).data
         if trained_on is not None and (Path(trained_on.path) / DESCRIPTION).is_file():
             info = open_data(trained_on.path)
             return info.tokenizer, info.vocab_size
@@ -124,7 +124,7 @@ def _beside(source: Source) -> Tokenizer | None:
 
 def _run_tokenizer(source: Source) -> Tokenizer:
     for recipe in _recipes(source):
-        data = load_recipe(recipe).data if recipe.is_file() else None
+        data = load_recipe(recipe).data
         if data is not None:
             try:
                 return _data_tokenizer(data.path)
@@ -145,7 +145,8 @@ def _data_tokenizer(path: str) -> Tokenizer:
 
 
 def _recipes(source: Source) -> Iterator[Path]:
-    """Where the recipe of the checkpoint's run may be, then that of the run it was extracted from."""
-    yield source.path.parent.parent / RECIPE_FILE
-    if "extracted_from" in source.provenance:
-        yield Path(source.provenance["extracted_from"]).parent.parent / RECIPE_FILE
+    """The recipe of the checkpoint's run, then that of the run it was extracted from."""
+    origin = source.provenance.get("extracted_from")
+    for checkpoint in (source.path, *([] if origin is None else [Path(origin)])):
+        if (recipe := in_run_of(checkpoint, RECIPE_FILE)) is not None:
+            yield recipe
