@@ -8,6 +8,7 @@ Run: pytest tests/importance/test_collect.py
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -280,6 +281,21 @@ def test_a_model_is_left_as_it_was_and_recompute_changes_nothing(alone: Any, par
     assert [name for name, p in parts[0].named_parameters() if not p.requires_grad] == ["decoder.final_norm.weight"]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in parts[0].modules())
     assert all(p.grad is None for p in parts[0].parameters())
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "magnitude"])
+def test_memory_is_that_of_the_statistics_however_long_the_text(name: str, parallel: Any) -> None:
+    parts, data = random_parts(HYBRID, parallel), rows(HYBRID.vocab_size, ROWS, parallel)
+    held: list[int] = []
+    collect(parts, HYBRID, parallel, data, criterion=name, progress=lambda done, total: held.append(tensor_bytes()))
+    assert len(held) == ROWS and held[1:] == [held[1]] * (ROWS - 1), "tensors pile up from row to row"
+
+
+def tensor_bytes() -> int:
+    """Bytes of all tensors that are alive, each storage once."""
+    gc.collect()
+    storages = [found.untyped_storage() for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 @pytest.mark.parametrize("name", NAMES)
