@@ -2,7 +2,7 @@
 
 `widths`: a dense model (SmolLM2-135M: docs/smollm2.md imports it) at shares of hidden, ffn, layers and heads, each alone and jointly, on code and on
 prose that calibration has not seen (`ranking_texts.py`); beside our criteria nvidia-modelopt's own Minitron scores, from an
-environment of its own (`modelopt/`). Layers are dropped in each one's own order: greedy by logits for ours, shuffled for `random`.
+environment of its own (`modelopt_minitron/`). Layers are dropped in each one's own order: greedy by logits for ours, shuffled for `random`.
 `experts`: a mixture of experts (train one by `ranking_quality.yaml`) at shares of its experts, on the held-out split of its data.
 Rankings and points are kept in --directory, so a run that was stopped goes on, and another criterion costs its own points only.
 The last line of the output is one JSON object.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,6 +32,7 @@ from benchmarks.ranking_texts import Rows, Texts, data_texts, read_texts
 from megatron_elastic import __version__
 from megatron_elastic.axes import ElasticAxis, ElasticSpace, SubmodelPlan
 from megatron_elastic.elastic.attach import elasticize
+from megatron_elastic.errors import UnsupportedError
 from megatron_elastic.export.evaluate import Evaluator
 from megatron_elastic.export.load import load_model
 from megatron_elastic.export.prompts import find_tokenizer
@@ -123,9 +125,13 @@ class Bench:
         return self._made(found.criteria, found.scores)
 
     def _modelopt(self, name: str) -> Ranking:
-        from benchmarks.modelopt.scores import minitron_scores
+        from benchmarks.modelopt_minitron.scores import minitron_scores
+        from scripts.bootstrap import SetupError
 
-        scores = minitron_scores(self.source, self.texts.calibration, self.options.directory)
+        try:
+            scores = minitron_scores(self.source, self.texts.calibration, self.options.directory)
+        except (SetupError, subprocess.CalledProcessError) as error:
+            raise UnsupportedError(f"{MODELOPT}: {error}; leave it out with --criteria") from error
         return self._made(dict.fromkeys(scores, name), scores)
 
     def parent(self) -> dict[str, float]:

@@ -10,6 +10,8 @@ is that of the scores, and ranks that see different tokens or different entries 
 | taylor | abs(a da), da the gradient of the summed cross-entropy | mean over tokens (Molchanov et al., arXiv 1906.10771, with activations) |
 | magnitude | w^2, for a weight that reads the component | root of the sum |
 | random | | uniform |
+
+For every criterion `hidden` is the sum over all norms of the residual stream; Model-Optimizer leaves the final one out.
 """
 
 from __future__ import annotations
