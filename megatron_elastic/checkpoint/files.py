@@ -39,6 +39,8 @@ RECIPE_FILE = "recipe.yaml"
 """Name of the resolved recipe in a run."""
 ASSETS = "assets"
 """Name of the directory of what goes with a model's weights (tokenizer, config.json and so on), in a checkpoint or in a run."""
+RANKING_FILE = "importance.ranking"
+"""Name of the ranking that a model was sorted by, in the sorted checkpoint and in a run that starts from it."""
 _IRRELEVANT = {"max_sequence_length", "init_std", "mamba.chunk", "moe.aux_loss", "moe.z_loss"}
 """Entries of a shape that change no weight."""
 
@@ -330,8 +332,13 @@ def find_model_checkpoint(path: Path) -> Path:
 
 def find_assets(checkpoint: Path) -> Path | None:
     """The assets of a checkpoint: its own, or those of the run (or the import) it is in; None when there are none."""
-    own = checkpoint / ASSETS
-    return own if own.is_dir() else in_run_of(checkpoint, ASSETS)
+    return kept_with(checkpoint, ASSETS)
+
+
+def kept_with(checkpoint: Path, name: str) -> Path | None:
+    """What is called `name` in a checkpoint, else in the run (or the import) it is in; None when neither has it."""
+    own = checkpoint / name
+    return own if own.exists() else in_run_of(checkpoint, name)
 
 
 def in_run_of(checkpoint: Path, name: str) -> Path | None:

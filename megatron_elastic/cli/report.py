@@ -34,7 +34,7 @@ def command(
     """Write a run's report as one HTML page and print the sizes and losses of its family.
 
     report.html holds everything and needs no other file; beside it the plots stand as PNG in plots/ and the numbers in report.json.
-    Needs no torch; a run can be reported while it trains.
+    Needs torch only where the parent was sorted, to read the ranking that is shown; a run can be reported while it trains.
 
     \b
     Examples:

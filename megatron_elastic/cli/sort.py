@@ -38,7 +38,8 @@ def command(
     """Sort the components of a parent by importance, so that a smaller plan keeps the best of them.
 
     Ranked components are dealt over the groups of their axis. The model stays the same: its logits are compared before and after, and nothing is
-    written when they differ. Layers stay in place; the order to drop them in is printed, for elastic.drop_order.
+    written when they differ. Layers stay in place; the order to drop them in is printed, for elastic.drop_order. A checkpoint keeps the ranking, so that
+    `report` can show it of the runs that start there.
 
     \b
     Examples:
@@ -109,14 +110,16 @@ def _axes_text(space: ElasticSpace) -> str:
 
 
 def _sort(source: Source, ranking: Ranking, space: ElasticSpace, out: Path, *, hugging_face: bool) -> tuple[float, float]:
-    """Write the sorted model, prove it, and only then give it its name; returns the largest difference of two logits, and the largest logit."""
+    """Write the sorted model and its ranking, prove it, and only then give it its name; returns the largest difference of two logits, and the largest logit."""
     from dataclasses import replace
 
+    from megatron_elastic.checkpoint.files import RANKING_FILE
     from megatron_elastic.checkpoint.new_directory import publish_new, scratch_beside
     from megatron_elastic.cli.show import counted
     from megatron_elastic.errors import CheckpointError
     from megatron_elastic.export.write import Options, write_member
     from megatron_elastic.importance.dealing import permutations
+    from megatron_elastic.importance.ranking import write_ranking
     from megatron_elastic.importance.sort import SORTED, permute, sorted_record
 
     tensors = permute(source.tensors, source.shape, permutations(ranking, space))
@@ -130,6 +133,8 @@ def _sort(source: Source, ranking: Ranking, space: ElasticSpace, out: Path, *, h
             raise CheckpointError(
                 f"sorting {str(source.path)!r} would change its logits by {difference:.1e}, more than {allowed:.1e}; nothing was written, please report this"
             )
+        if not hugging_face:  # that is made to be given away, and a ranking says where its text and its model lay
+            write_ranking(scratch / out.name / RANKING_FILE, ranking)
         publish_new(scratch / out.name, out)
     return difference, largest
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_elastic.report.importance_plots import plot_depth, plot_experts, plot_spread
 from megatron_elastic.report.plots import plot_costs, plot_losses, plot_quality, plot_rates
 from megatron_elastic.report.record import RunRecord
 from megatron_elastic.report.router_plots import plot_layers, plot_router
@@ -85,5 +86,33 @@ SOMETIMES: tuple[tuple[Callable[[RunRecord, Path], bool], Plot], ...] = (
     (
         plot_layers,
         Plot("router_per_layer.png", "What the router chooses in each layer", "Expected width over the parent's at each evaluation."),
+    ),
+    (
+        plot_spread,
+        Plot(
+            "importance.png",
+            "How importance is spread over each axis",
+            "Importance of the parent's components before it was sorted, from the best on the left to the worst, over the best of their layer; below "
+            "the axis stands the criterion. Where the colour fades early, an axis can shrink at little cost; where it stays dark, every component "
+            "counts. Where each expert or each SSM group has an order of its own, their mean.",
+        ),
+    ),
+    (
+        plot_depth,
+        Plot(
+            "importance_depth.png",
+            "What the parent loses without its layers",
+            "Left, layers dropped one after the other, each time the one that is missed least: the squared difference of the logits over the squared "
+            "logits; at the dashed line the error is as large as the logits themselves. Right, how far each layer alone turns what passes it: 1 - cosine of its input and output.",
+        ),
+    ),
+    (
+        plot_experts,
+        Plot(
+            "importance_experts.png",
+            "How much each expert matters",
+            "Experts have the numbers they had before the parent was sorted. Coverage: the tokens routed to each; the score of an expert that few "
+            "tokens reached is little more than chance.",
+        ),
     ),
 )

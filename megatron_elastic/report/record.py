@@ -1,4 +1,4 @@
-"""A run as the files of its directory tell it: the recipe, the rows of metrics.jsonl, versions, and what `verify` found. Plain Python."""
+"""A run as its directory tells it: recipe, metrics, versions, what `verify` found, the ranking of its parent. Plain Python but for the last."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_elastic.axes import SubmodelPlan
-from megatron_elastic.checkpoint.files import RECIPE_FILE
+from megatron_elastic.checkpoint.files import RANKING_FILE, RECIPE_FILE
 from megatron_elastic.config import load_recipe
 from megatron_elastic.errors import CheckpointError, ConfigError
 from megatron_elastic.formats import FORMAT_VERSION, METRICS, VERIFY, VERSIONS
 from megatron_elastic.recipe import Recipe, StageConfig
+from megatron_elastic.report.importance import Importance, read_importance
 
 METRICS_FILE = "metrics.jsonl"
 VERSIONS_FILE = "versions.json"
@@ -42,6 +43,7 @@ class RunRecord:
 
     rows: every row once, by stage and step; verified: budget -> what `verify` measured with each reader, empty without verify.json.
     versions: package -> version that ran it, empty without versions.json; notes: what a reader should know about the files, one line each.
+    importance: of the parent's components, None where the run has no ranking.
     """
 
     path: Path
@@ -50,6 +52,7 @@ class RunRecord:
     verified: Mapping[str, Sequence[Mapping[str, Any]]]
     versions: Mapping[str, str]
     notes: tuple[str, ...]
+    importance: Importance | None
 
     @property
     def name(self) -> str:
@@ -159,7 +162,7 @@ def read_run(path: Path) -> RunRecord:
     """Read a run's directory.
 
     Raises CheckpointError when there is no run, no metrics or no evaluation of an elastic stage yet, ConfigError when the run's recipe has
-    no elastic stage or not the stages of its metrics.
+    no elastic stage or not the stages of its metrics, CheckpointError also for a ranking that is none, or of another model.
     """
     if not (path / RECIPE_FILE).is_file():
         what = f"{str(path)!r} is not a run (it has no {RECIPE_FILE})" if path.exists() else f"no run at {str(path)!r}"
@@ -180,7 +183,8 @@ def read_run(path: Path) -> RunRecord:
         notes.append(f"{path} is not finished: last evaluated in stage {last.stage} at step {last.step} of {steps}")
     verified = _read_verify(path / VERIFY_FILE, f"stage-{end.name}", notes)
     versions = _read_versions(path / VERSIONS_FILE)
-    return RunRecord(path, recipe, tuple(rows), verified, versions, tuple(notes))
+    importance = read_importance(path / RANKING_FILE, recipe.model) if (path / RANKING_FILE).exists() else None
+    return RunRecord(path, recipe, tuple(rows), verified, versions, tuple(notes), importance)
 
 
 def _read_metrics(path: Path, recipe: Recipe) -> tuple[list[Row], list[str]]:

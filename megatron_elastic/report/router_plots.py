@@ -10,12 +10,9 @@ from typing import Any
 
 from megatron_elastic.axes import AxisSpec
 from megatron_elastic.report.record import Row, RunRecord
-from megatron_elastic.report.style import colours, drawing, plain
+from megatron_elastic.report.style import colours, drawing, heat_map, plain
 from megatron_elastic.report.widths import by_place, expected_shares, mean_over_places
 from megatron_elastic.space import layers_of_axis
-
-MOST_LAYER_LABELS = 8
-"""Layers that are numbered beside a heat map."""
 
 
 def plot_router(record: RunRecord, path: Path) -> bool:
@@ -131,12 +128,6 @@ def _edges(steps: Sequence[int]) -> list[float]:
 
 def _draw_layers(axes: Any, record: RunRecord, shares: Sequence[Sequence[float]], edges: Sequence[float], spec: AxisSpec) -> Any:
     """A heat map of shares [steps][layers], the first layer at the top; returns its mesh."""
-    layers = layers_of_axis(record.recipe.model, spec.axis)
-    borders = [place - 0.5 for place in range(len(layers) + 1)]
-    mesh = axes.pcolormesh(edges, borders, list(zip(*shares, strict=True)), cmap="YlGnBu", vmin=0, vmax=1)
-    shown = range(0, len(layers), math.ceil(len(layers) / MOST_LAYER_LABELS))
-    axes.set(ylim=(len(layers) - 0.5, -0.5), yticks=list(shown), yticklabels=[str(layers[place]) for place in shown])
-    axes.grid(visible=False)
-    axes.tick_params(labelsize=7)
+    mesh = heat_map(axes, edges, list(zip(*shares, strict=True)), layers_of_axis(record.recipe.model, spec.axis))
     _mark_boundaries(axes, record)
     return mesh

@@ -11,6 +11,8 @@ from typing import Any
 from megatron_elastic.recipe import StageConfig
 
 DPI = 150
+MOST_LAYER_LABELS = 8
+"""Layers that are numbered beside a heat map."""
 PARENT_COLOUR = "#333333"
 _PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C6BB1")
 """Okabe and Ito's colours, which stay apart for colour-blind eyes (and one purple)."""
@@ -68,6 +70,20 @@ def mark_stages(axes: Any, spans: Sequence[tuple[StageConfig, float, float]], *,
             text = f"{plain(stage.name)}\n{stage.sequence_length:,} tokens"
             place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}  # x in data, y in parts of the axes
             axes.text((first + last) / 2, 1.02, text, fontsize=8, color="#666666", **place)
+
+
+def heat_map(axes: Any, edges: Sequence[float], rows: Any, layers: Sequence[int], most: float = 1.0) -> Any:
+    """A heat map of values [layers][columns] from 0 to `most`, columns between `edges`, the first layer at the top; returns its mesh.
+
+    layers: the numbers of the rows; empty for one row without a number.
+    """
+    borders = [place - 0.5 for place in range(max(len(layers), 1) + 1)]
+    mesh = axes.pcolormesh(edges, borders, rows, cmap="YlGnBu", vmin=0, vmax=most)
+    shown = range(0, len(layers), math.ceil(max(len(layers), 1) / MOST_LAYER_LABELS))
+    axes.set(ylim=(borders[-1], borders[0]), yticks=list(shown), yticklabels=[str(layers[place]) for place in shown])
+    axes.grid(visible=False)
+    axes.tick_params(labelsize=7)
+    return mesh
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:

@@ -71,6 +71,7 @@ def about(record: RunRecord, largest: BudgetRow) -> dict[str, str]:
         "Family": f"{len(record.budgets)} members on {len(recipe.space.axes)} axes; cost counted in {recipe.elastic.cost.replace('_', ' ')}",
         "Sizes chosen by": kinds[recipe.router.choice],
         "Started from": recipe.parent or "random weights",
+        **({} if record.importance is None else {"Parent ranked by": str(record.importance)}),
         "Text": recipe.data.path if recipe.data else "-",
         "Tokens": f"{count(done)} of {count(sum(stage_tokens(one) for one in recipe.stages))}",
         "Time in steps": f"{duration(sum(record.step_seconds(one) for one in recipe.stages))} (without evaluations and checkpoints)",

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megatron_elastic.axes import ElasticAxis
 from megatron_elastic.checkpoint import NamedTensors, open_checkpoint, write_named
-from megatron_elastic.config import to_plain
+from megatron_elastic.checkpoint.files import RANKING_FILE, kept_with
+from megatron_elastic.config import load_recipe, to_plain
 from megatron_elastic.export.sources import open_source
 from megatron_elastic.platform import prepare_platform
 from megatron_elastic.space import build_space
@@ -25,13 +26,14 @@ from megatron_elastic.space import build_space
 prepare_platform()
 from megatron_elastic.importance import sort  # noqa: E402
 from megatron_elastic.importance.dealing import permutations  # noqa: E402
-from megatron_elastic.importance.ranking import fingerprint_of, write_ranking  # noqa: E402
+from megatron_elastic.importance.ranking import fingerprint_of, read_ranking, write_ranking  # noqa: E402
 from megatron_elastic.importance.sort import SORTED, permute, read_record, sorted_record, unsorted_axes  # noqa: E402
 from megatron_elastic.testing.tiny import tiny_dense, tiny_moe, tiny_shape  # noqa: E402
 from tests.elastic.family import tiny_space  # noqa: E402
 from tests.export.pretrained import contents, family_shapes, same, weights_of, write_pretrained  # noqa: E402
 from tests.importance.rankings import random_ranking, random_tensors  # noqa: E402
-from tests.train.harness import command, in_new_process  # noqa: E402
+from tests.train import harness  # noqa: E402
+from tests.train.harness import RECIPE, command, in_new_process  # noqa: E402
 
 A = ElasticAxis
 
@@ -99,6 +101,7 @@ def test_a_checkpoint_sorted_by_its_recipe(dense: Path, tmp_path: Path) -> None:
     assert same(found, expected(shape, space)) and info.shape == shape and info.space is None
     assert not same(found, random_tensors(shape))
     assert info.provenance[SORTED] == sorted_record(ranking, space) and unsorted_axes(space, info.provenance) == ()
+    assert read_ranking(tmp_path / "sorted" / RANKING_FILE).fingerprint == ranking.fingerprint
     assert info.provenance["extracted_from"] == str(dense) and info.provenance["license"] == "mit"
     first, second = out.splitlines()
     assert first.startswith(f"{tmp_path / 'sorted'}: sorted hidden, ffn over 4 groups; logits of up to ")
@@ -150,6 +153,7 @@ def test_a_hugging_face_directory(format: str, hub: Path, tmp_path: Path) -> Non
     ranking = random_ranking(source.shape, fingerprint=fingerprint_of(source.tensors, source.shape))
     record = read_record(tmp_path / "sorted") if format == "hf" else found.provenance[SORTED]
     assert record is not None and record["ranking"] == ranking.fingerprint and record["groups"]["ffn"] == 8
+    assert (tmp_path / "sorted" / RANKING_FILE).exists() == (format == "megatron")
     space = build_space(
         source.shape, {axis: (width,) for axis, width in (source.space or tiny_space(source.shape)).parent.widths if isinstance(width, int)}
     )
@@ -170,6 +174,22 @@ def test_the_ranking_of_an_import_is_that_of_its_source(hub: Path, tmp_path: Pat
     run(*options(hub, recipe=None, out=tmp_path / "b"))
     a, b = dict(NamedTensors(tmp_path / "a")), dict(NamedTensors(tmp_path / "b"))
     assert same({name: tensor[:131] if tensor.shape[0] == 136 else tensor for name, tensor in a.items()}, b)
+
+
+def test_a_run_takes_the_ranking_of_its_parent_over_and_reports_it(tmp_path: Path) -> None:
+    data = in_new_process(harness.write_data, tmp_path / "text")
+    model = write_model(tmp_path / "model", load_recipe(RECIPE).model)
+    run(*options(model, recipe=RECIPE, out=tmp_path / "sorted"))
+    start = ("train", RECIPE, "--steps", 1, f"data.path={data}", f"parent={tmp_path / 'sorted'}", "stages.parent=null")
+    said = run(*start, f"run_dir={tmp_path / 'run'}")
+    assert "are not sorted by importance" not in said and f"started from the parent {tmp_path / 'sorted'}" in said
+    kept = tmp_path / "run" / RANKING_FILE
+    assert kept.read_bytes() == (tmp_path / "sorted" / RANKING_FILE).read_bytes()
+    shown = run("report", tmp_path / "run").splitlines()
+    assert {f"wrote {tmp_path / 'run'}/report/plots/{name}.png" for name in ("importance", "importance_experts")} <= set(shown)
+    # What starts from a checkpoint of that run has the same parent's importance; where there is none, nothing is made up.
+    again = tmp_path / "run" / "checkpoints" / "stage-long"
+    assert kept_with(again, RANKING_FILE) == kept.resolve() and kept_with(model, RANKING_FILE) is None
 
 
 def test_a_sorted_model_is_not_sorted_by_the_ranking_of_what_it_was(dense: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from megatron_elastic.checkpoint.files import RANKING_FILE
 from megatron_elastic.config import load_recipe, to_plain
 from megatron_elastic.planning import plan_cost
 from megatron_elastic.preflight import budget_plans, budget_targets, recipe_cost
@@ -119,3 +120,35 @@ def read_rows(directory: Path) -> list[dict[str, Any]]:
 def write_rows(directory: Path, rows: list[dict[str, Any]]) -> None:
     """Replace metrics.jsonl."""
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+DROPPED = (3, 1, 0, 5, 2, 4)
+"""The order in which the layers of a ranking of `write_importance` are dropped."""
+
+
+def write_importance(directory: Path, *, without: tuple[str, ...] = (), **provenance: Any) -> Path:
+    """Give a run the ranking of its parent: scores by chance, layers in the order of DROPPED; without: axes that it does not have.
+
+    provenance: over what it says of its text, its layers and its experts; None leaves an entry out.
+    """
+    import torch
+
+    from megatron_elastic.axes import ElasticAxis
+    from megatron_elastic.importance.ranking import Ranking, score_shapes, write_ranking
+
+    shape, generator = load_recipe(directory / "recipe.yaml").model, torch.Generator().manual_seed(0)
+    sizes = {axis: found for axis in ElasticAxis if axis.value not in without and (found := score_shapes(shape, axis))}
+    scores = {axis: {layer: torch.rand(size, generator=generator) for layer, size in found.items()} for axis, found in sizes.items()}
+    if ElasticAxis.LAYERS in scores:
+        scores[ElasticAxis.LAYERS] = {None: torch.tensor(DROPPED).argsort().double()}
+    names = {ElasticAxis.EXPERTS: "reap", ElasticAxis.LAYERS: "logit_mse"}
+    said = {
+        "model": {"path": "somewhere", "fingerprint": "0"},
+        "data": "a text",
+        "tokens": 4096,
+        "depth": {"errors": [0.001, 0.02, 0.1, 0.5, 1.5], "influence": [0.3, 0.1, 0.2, 0.01, 0.4, 0.25]},
+        "expert_tokens": {str(layer): [100 * (expert + layer) for expert in range(8)] for layer in (5, 1)},
+    } | provenance
+    kept = {key: value for key, value in said.items() if value is not None}
+    write_ranking(directory / RANKING_FILE, Ranking(shape, {axis: names.get(axis, "activation") for axis in scores}, scores, kept))
+    return directory
