@@ -1,4 +1,18 @@
-"""Errors meant for users: one line with the value, the key and the remedy; the command line prints them without a traceback."""
+"""Errors meant for users: one line with the value, the key and the remedy; the command line prints them without a traceback.
+
+And the exit codes that the command line makes of them.
+"""
+
+from __future__ import annotations
+
+import os
+
+EXIT_USER_ERROR = 2
+"""Something a user can mend; the message says what."""
+EXIT_RANK_LOST = os.EX_TEMPFAIL
+"""75: another process of the run is gone, or this one hung. The same command goes on from the last checkpoint."""
+EXIT_REQUEUE = 85
+"""Told to stop, and everything is saved: start the same command again. HTCondor's number for jobs that save themselves; no signal's."""
 
 
 class ElasticError(Exception):
@@ -27,6 +41,11 @@ class CheckpointError(ElasticError):
 
 class RankLostError(ElasticError):
     """Another process of the run is gone or hangs. Raised by each rank by itself; the process must end, and not dissolve its groups before."""
+
+
+class StoppedError(ElasticError):
+    """A scheduler told a process to stop, and it did so in good order. Raised by all ranks at the same point; like a lost rank's, the process
+    must end at once: all ranks leave together, before a launcher ends those that are late with another code."""
 
 
 class UnsupportedError(ElasticError):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megatron_elastic.importance.depth import DepthOrder
     from megatron_elastic.importance.ranking import Ranking
     from megatron_elastic.parallel import ParallelContext
+    from megatron_elastic.preemption import StopSignal
     from megatron_elastic.recipe import Recipe
     from megatron_elastic.train.data import MicroBatch
 
@@ -65,13 +66,19 @@ class Ranked:
 
 
 class Job:
-    """A model to rank, loaded, and where its text may come from. recipe: None for a PATH, which is ranked on one process."""
+    """A model to rank, loaded, and where its text may come from. recipe: None for a PATH, which is ranked on one process.
 
-    def __init__(self, path: Path, source: Source, parallel: ParallelContext, parts: Sequence[Any], recipe: Recipe | None) -> None:
+    stop: what may tell any of its processes to stop.
+    """
+
+    def __init__(
+        self, path: Path, source: Source, parallel: ParallelContext, parts: Sequence[Any], recipe: Recipe | None, stop: StopSignal
+    ) -> None:
         self.path, self.source, self.parallel, self.parts, self.recipe = path, source, parallel, parts, recipe
+        self._stop = stop
 
     @classmethod
-    def of(cls, path: Path, overrides: Sequence[str]) -> Job:
+    def of(cls, path: Path, overrides: Sequence[str], stop: StopSignal) -> Job:
         """The parent of a recipe on the processes and the layout it asks for, or the model at a path on one process."""
         from megatron_elastic.config import load_recipe
         from megatron_elastic.errors import ConfigError
@@ -86,7 +93,7 @@ class Job:
             source = open_source(parent_checkpoint(recipe))
             parallel = start_parallel(recipe)
             try:
-                return cls(path, source, parallel, _load(source, recipe, parallel), recipe)
+                return cls(path, source, parallel, _load(source, recipe, parallel), recipe, stop)
             except BaseException:
                 parallel.destroy()
                 raise
@@ -98,7 +105,7 @@ class Job:
                 raise ConfigError(
                     f"a path is ranked on one process, not on {parallel.world_size}; give the recipe, or start without torchrun"
                 )
-            return cls(path, source, parallel, [load_model(source, parallel)], None)
+            return cls(path, source, parallel, [load_model(source, parallel)], None, stop)
         except BaseException:
             parallel.destroy()
             raise
@@ -113,7 +120,8 @@ class Job:
     def rank(self, options: TextOptions, *, criterion: str, experts: str, depth_tokens: int = 0) -> Ranked | None:
         """Score widths, experts, and layers where there are tokens for them. None on all processes but the first.
 
-        depth_tokens: tokens to order layers on, 0: no order. Raises ConfigError and DataError for text that the model cannot take.
+        depth_tokens: tokens to order layers on, 0: no order. Raises ConfigError and DataError for text that the model cannot take, StoppedError
+        on every process when one was told to stop.
         """
         from megatron_elastic.importance.collect import collect
         from megatron_elastic.importance.depth import depth_order
@@ -159,14 +167,21 @@ class Job:
         check_data_tokenizer(self.source, info)
         return rows_of_data(info, options.tokens, length, self.parallel, seed=options.seed, cache=cache), directory
 
-    def _with_progress(self, title: str, work: Callable[[Callable[[int, int], None] | None], Any]) -> Any:
+    def _with_progress(self, title: str, work: Callable[[Callable[[int, int], None]], Any]) -> Any:
+        """work(progress): a bar on the main rank, and on all a place to stop, since every rank reports the same progress."""
+        from contextlib import nullcontext
+
         from rich.progress import MofNCompleteColumn
 
         from megatron_elastic.cli.progress import progress_bar
 
-        if not self.parallel.is_main:
-            return work(None)
-        with progress_bar(title, MofNCompleteColumn()) as progress:
+        with progress_bar(title, MofNCompleteColumn()) if self.parallel.is_main else nullcontext() as show:
+
+            def progress(done: int, total: int) -> None:
+                if show is not None:
+                    show(done, total)
+                self._stop.check(self.parallel, "nothing is written; start again")
+
             return work(progress)
 
 

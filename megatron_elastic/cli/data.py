@@ -27,12 +27,16 @@ def command(
     max_bytes: Annotated[int | None, typer.Option(help="Read at most this many bytes.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a data directory that exists.")] = False,  # noqa: FBT002 - a flag
 ) -> None:
-    """Turn text into tokens for training: train and valid splits, held out by file."""
+    """Turn text into tokens for training: train and valid splits, held out by file.
+
+    SIGTERM and SIGUSR1 end it with exit code 85, and nothing is left of what was written.
+    """
     from rich.progress import DownloadColumn
 
     from megatron_elastic.cli.progress import progress_bar
     from megatron_elastic.corpus.sources import DEFAULT_INCLUDE
     from megatron_elastic.corpus.write import CorpusOptions, write_data
+    from megatron_elastic.preemption import listening
 
     options = CorpusOptions(
         sources=tuple(sources),
@@ -44,8 +48,13 @@ def command(
         seed=seed,
         max_bytes=max_bytes,
     )
-    with progress_bar("tokens", DownloadColumn()) as progress:
-        info = write_data(options, out, overwrite=overwrite, progress=progress)
+    with listening() as stop, progress_bar("tokens", DownloadColumn()) as progress:
+
+        def advance(done: int, total: int) -> None:
+            progress(done, total)
+            stop.check(None, "nothing is written; start again")
+
+        info = write_data(options, out, overwrite=overwrite, progress=advance)
     _print_summary(info)
 
 

@@ -26,7 +26,12 @@ def command(
         Path,
         typer.Argument(metavar="RECIPE|PATH", help="A recipe, whose parent is ranked; or a run, a checkpoint, a Hugging Face directory."),
     ],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values over the recipe's.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE | @FILE]...", help="Values over the recipe's, such as stages.short.steps=10, or a YAML file of them."
+        ),
+    ] = None,
     *,
     out: Annotated[Path, typer.Option(help="File to write.")],
     tokens: Annotated[int, typer.Option(help="Tokens to rank on.")] = TOKENS_DEFAULT,
@@ -45,6 +50,8 @@ def command(
 ) -> None:
     """Rank the components of every axis of a model by importance, for `sort`.
 
+    SIGTERM or SIGUSR1 to any of its processes ends all with exit code 85, and nothing is written.
+
     \b
     Examples:
       megatron-elastic rank recipes/demo_hybrid.yaml --out demo.ranking
@@ -58,16 +65,19 @@ def command(
     if depth_tokens < 0:
         raise ConfigError(f"--depth-tokens {depth_tokens} must be at least 0")
     options = TextOptions(tokens=tokens, sequence_length=sequence_length, data=data, text=text or (), tokenizer=tokenizer, seed=seed)
-    from megatron_elastic.platform import prepare_platform
+    from megatron_elastic.preemption import listening
 
-    prepare_platform()
-    job = Job.of(path, overrides or [])
-    try:
-        ranked = job.rank(options, criterion=criterion, experts=experts, depth_tokens=depth_tokens)
-        if ranked is not None:
-            _write(out, ranked)
-    finally:
-        job.parallel.destroy()
+    with listening() as stop:
+        from megatron_elastic.platform import prepare_platform
+
+        prepare_platform()
+        from megatron_elastic.train.faults import ending
+
+        job = Job.of(path, overrides or [], stop)
+        with ending(job.parallel):
+            ranked = job.rank(options, criterion=criterion, experts=experts, depth_tokens=depth_tokens)
+            if ranked is not None:
+                _write(out, ranked)
 
 
 def _write(out: Path, ranked: Ranked) -> None:

@@ -137,13 +137,15 @@ def _score(path: Path, criterion: str, options: TextOptions) -> Ranking:
     """Experts scored on text. Raises what `Job.rank` raises."""
     from megatron_elastic.importance.criteria import CriterionName
     from megatron_elastic.platform import prepare_platform
+    from megatron_elastic.preemption import listening
 
-    prepare_platform()
-    job = Job.of(path, ())
-    try:
-        ranked = job.rank(options, criterion=CriterionName.RANDOM, experts=criterion)  # widths are not asked for
-    finally:
-        job.parallel.destroy()
+    with listening() as stop:
+        prepare_platform()
+        from megatron_elastic.train.faults import ending
+
+        job = Job.of(path, (), stop)
+        with ending(job.parallel):
+            ranked = job.rank(options, criterion=CriterionName.RANDOM, experts=criterion)  # widths are not asked for
     assert ranked is not None, "a path is ranked on one process"
     return ranked.ranking
 

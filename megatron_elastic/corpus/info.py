@@ -73,6 +73,16 @@ def open_data(path: Path | str, vocab_size: int | None = None) -> DataInfo:
     return info
 
 
+def check_held_out(info: DataInfo, samples: int, sequence_length: int) -> None:
+    """Raise DataError when the held-out text is shorter than `samples` samples."""
+    available = (info.valid.tokens - 1) // sequence_length
+    if samples > available:
+        raise DataError(
+            f"eval.samples {samples} of {sequence_length} tokens are more than the {available} the held-out text of "
+            f"{str(info.path)!r} gives; lower eval.samples or hold out more"
+        )
+
+
 def _decode(path: Path, data: dict[str, Any]) -> DataInfo:
     try:
         splits = {name: SplitInfo(data[name]["documents"], data[name]["tokens"], data[name]["sha256"]) for name in SPLITS}

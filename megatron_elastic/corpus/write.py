@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 Progress = Callable[[int, int], None]
-"""Called as progress(bytes done, bytes in all)."""
+"""Called as progress(bytes done, bytes in all) at every document; what it raises ends the work, and nothing is left of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,10 +147,13 @@ def _write_splits(
     duplicates = done = 0
     total = sum(file.size for file in files)
     for file in files:
-        documents = list(read_documents(file, options.key))
-        not_text += not documents
-        for document in documents:
-            digest = hashlib.sha256(document.text.encode()).digest()
+        found = read = 0
+        for document in read_documents(file, options.key):
+            content = document.text.encode()
+            found, read = found + 1, read + len(content)
+            if progress is not None:
+                progress(done + read, total)
+            digest = hashlib.sha256(content).digest()
             if digest in seen:  # a copy on the other side of the split would be held-out text that was trained on
                 duplicates += 1
                 continue
@@ -158,6 +161,7 @@ def _write_splits(
             name = SPLITS[is_held_out(document.name, options.seed, options.holdout)]
             held_out += [document.name] if name == "valid" else []
             splits[name].add(_tokens(document, tokenizer))
+        not_text += not found
         done += file.size
         if progress is not None:
             progress(done, total)

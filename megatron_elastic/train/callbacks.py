@@ -10,7 +10,7 @@ from megatron_elastic.formats import METRICS
 from megatron_elastic.router.finalize import hardened
 from megatron_elastic.router.schedules import logit_scale, temperature
 from megatron_elastic.train.evaluate import held_out_losses, untrained_losses
-from megatron_elastic.train.run import Run
+from megatron_elastic.train.run import Run, tokens_done
 from megatron_elastic.train.step import StepMetrics
 
 METRICS_FILE = "metrics.jsonl"
@@ -59,6 +59,13 @@ class Record:
             for tag, value in _flatten(f"{kind}", values):
                 self._writer.add_scalar(tag, value, steps_done(run, step))
 
+    def close(self) -> None:
+        """Write what is still in memory; the last call."""
+        if self._file is not None:
+            self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+
 
 def _flatten(prefix: str, values: dict[str, Any]) -> list[tuple[str, float]]:
     found = []
@@ -73,12 +80,6 @@ def _flatten(prefix: str, values: dict[str, Any]) -> list[tuple[str, float]]:
 def steps_done(run: Run, step: int) -> int:
     """Steps of the whole run up to `step` of the current stage."""
     return sum(stage.total_steps for stage in run.recipe.stages[: run.stage_index]) + step
-
-
-def tokens_done(run: Run, step: int) -> int:
-    """Tokens of the whole run up to `step` of the current stage."""
-    done = sum(s.total_steps * s.global_batch_size * s.sequence_length for s in run.recipe.stages[: run.stage_index])
-    return done + step * run.stage.global_batch_size * run.stage.sequence_length
 
 
 class Progress(Callback):
@@ -126,8 +127,8 @@ class Evaluation(Callback):
         self._record = record
 
     def on_stage_start(self, run: Run) -> None:
-        """Evaluate a stage that begins."""
-        if run.step == 0:
+        """Evaluate a stage that begins, or a step after which the run stopped before it was evaluated."""
+        if run.step == 0 or run.unevaluated:
             self._evaluate(run)
 
     def on_step(self, run: Run, metrics: StepMetrics) -> None:
@@ -142,6 +143,7 @@ class Evaluation(Callback):
 
     def _evaluate(self, run: Run) -> None:
         started = time.perf_counter()
+        run.unevaluated = True  # what is saved when the run stops in here
         losses = held_out_losses(run)
         values: dict[str, Any] = {"loss": losses}
         decider = run.decider
@@ -158,6 +160,7 @@ class Evaluation(Callback):
                     for name, axes in hardened(decider.router, scale).items()
                 }
         self._record.write("eval", run, run.step, values)
+        run.unevaluated = False
         if run.parallel.is_main:
             text = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
             print(  # noqa: T201 - the progress line

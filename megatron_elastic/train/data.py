@@ -20,8 +20,9 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_elastic.corpus.info import DataInfo, open_data
-from megatron_elastic.errors import ConfigError, DataError
+from megatron_elastic.corpus.info import DataInfo, check_held_out, open_data
+from megatron_elastic.errors import ConfigError
+from megatron_elastic.fit import replica_problems
 from megatron_elastic.models.context import context_indices
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.platform.versions import packed_documents
@@ -31,6 +32,7 @@ __all__ = [
     "Datasets",
     "MicroBatch",
     "batches",
+    "check_held_out",
     "build_datasets",
     "fixed_batches",
     "open_data",
@@ -100,16 +102,6 @@ def share_of_context(batch: MicroBatch, parallel: ParallelContext) -> MicroBatch
     return replace(batch, **shares)
 
 
-def check_held_out(info: DataInfo, samples: int, sequence_length: int) -> None:
-    """Raise DataError when the held-out text is shorter than `samples` samples."""
-    available = (info.valid.tokens - 1) // sequence_length
-    if samples > available:
-        raise DataError(
-            f"eval.samples {samples} of {sequence_length} tokens are more than the {available} the held-out text of "
-            f"{str(info.path)!r} gives; lower eval.samples or hold out more"
-        )
-
-
 def build_datasets(
     info: DataInfo, *, sequence_length: int, train_samples: int, valid_samples: int, seed: int, cache_dir: Path, parallel: ParallelContext
 ) -> Datasets:
@@ -149,12 +141,8 @@ def build_datasets(
 
 def check_replicas(global_batch_size: int, micro_batch_size: int, data_size: int) -> None:
     """Raise ConfigError when a step cannot be divided over the replicas."""
-    together = micro_batch_size * data_size
-    if global_batch_size % together:
-        raise ConfigError(
-            f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size {micro_batch_size} x {data_size} data-parallel "
-            f"replicas; use a multiple of {together}"
-        )
+    for problem in replica_problems(global_batch_size, micro_batch_size, data_size):
+        raise ConfigError(problem)
 
 
 def batches(

@@ -15,9 +15,15 @@ from megatron_elastic.train.run import Run
 from megatron_elastic.train.schedule import map_microbatches
 from megatron_elastic.train.step import PARENT
 
+WINDOW = 8
+"""Microbatches for each rank of a pipeline between two places where an evaluation can be left."""
+
 
 def held_out_losses(run: Run) -> dict[str, float]:
-    """Budget -> cross-entropy per token on the held-out samples, under its current hard plan; the parent alone before elasticity."""
+    """Budget -> cross-entropy per token on the held-out samples, under its current hard plan; the parent alone before elasticity.
+
+    A collective of all processes. Raises StoppedError on all of them when the run is told to stop meanwhile.
+    """
     batches = _batches(run)
     if run.decider is None or run.handle is None:
         return {PARENT: _mean_loss(run, run.parts, batches)}
@@ -25,7 +31,7 @@ def held_out_losses(run: Run) -> dict[str, float]:
 
 
 def untrained_losses(run: Run) -> dict[str, float]:
-    """The same for the frozen parent's weights: where the members of the family started."""
+    """The same for the frozen parent's weights: where the members of the family started. Raises StoppedError as well."""
     space = run.recipe.space
     assert space is not None
     handle = elasticize(run.teacher, space, run.parallel, run.recipe.model)
@@ -60,10 +66,15 @@ def _mean_loss(run: Run, parts: list[Any], batches: list[MicroBatch]) -> float:
     terms = OutputLossTerms(
         vocab_size=run.recipe.model.vocab_size, kl_weight=0.0, ce_weight=1.0, chunk_tokens=run.recipe.distill.chunk_tokens
     )
-    sums = torch.zeros(2, dtype=torch.float64)
-    for loss in map_microbatches(
-        parts, run.parallel, batches, lambda batch, hidden: batch_loss(parts[-1], hidden, batch, terms, None, None, run.parallel)
-    ):
-        sums += torch.stack([loss.ce, loss.num_tokens]).double()
+    sums, size = torch.zeros(2, dtype=torch.float64), WINDOW * run.parallel.pipeline
+    for start in range(0, len(batches), size):
+        run.progressed()
+        for loss in map_microbatches(
+            parts,
+            run.parallel,
+            batches[start : start + size],
+            lambda batch, hidden: batch_loss(parts[-1], hidden, batch, terms, None, None, run.parallel),
+        ):
+            sums += torch.stack([loss.ce, loss.num_tokens]).double()
     dist.all_reduce(sums, group=run.parallel.world)
     return float(sums[0] / sums[1])  # tensor-parallel ranks count the same tokens in both

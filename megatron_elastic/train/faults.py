@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from megatron_elastic.errors import RankLostError
+from megatron_elastic.errors import RankLostError, StoppedError
 from megatron_elastic.parallel import ParallelContext
 
 _BROKEN = re.compile(
@@ -51,10 +51,14 @@ def during(activity: str) -> Iterator[None]:
 
 @contextmanager
 def ending(parallel: ParallelContext) -> Iterator[None]:
-    """Dissolve a layout after the block, however it ends, unless a rank is lost: taking leave would wait for it."""
+    """Dissolve a layout after the block, however it ends, unless its processes must end at once.
+
+    When a rank is lost, taking leave would wait for it; when all stop, it would take each another time, and a launcher that ends all as soon
+    as one has ended would give the others another exit code.
+    """
     try:
         yield
-    except RankLostError:
+    except (RankLostError, StoppedError):
         raise
     except BaseException:
         parallel.destroy()

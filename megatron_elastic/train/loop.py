@@ -12,16 +12,17 @@ from pathlib import Path
 import torch
 import yaml
 
-from megatron_elastic.checkpoint.files import ASSETS, RECIPE_FILE, find_assets, find_model_checkpoint, open_checkpoint
-from megatron_elastic.checkpoint.new_directory import new_directory
+from megatron_elastic.checkpoint.files import ASSETS, RANKING_FILE, RECIPE_FILE, find_model_checkpoint, kept_with, open_checkpoint
+from megatron_elastic.checkpoint.new_directory import publish_new, scratch_beside
 from megatron_elastic.config import to_plain
-from megatron_elastic.errors import CheckpointError, ConfigError, DataError, ElasticError, PlanError, raise_all
+from megatron_elastic.errors import CheckpointError, ConfigError, DataError, ElasticError, PlanError, StoppedError, raise_all
+from megatron_elastic.fit import round_problems
 from megatron_elastic.formats import FAMILY, VERSIONS
 from megatron_elastic.importance.sort import unsorted_axes
 from megatron_elastic.parallel import ParallelContext
+from megatron_elastic.preemption import StopSignal
 from megatron_elastic.preflight import recipe_problems
 from megatron_elastic.recipe import Recipe, StageConfig
-from megatron_elastic.router.schedules import learning_rate
 from megatron_elastic.train.callbacks import Callback, Checkpointing, Evaluation, Progress, Record
 from megatron_elastic.train.data import (
     DataInfo,
@@ -35,36 +36,45 @@ from megatron_elastic.train.data import (
 )
 from megatron_elastic.train.faults import during, ending
 from megatron_elastic.train.forward import batch_loss, loss_terms
-from megatron_elastic.train.run import Run, parent_checkpoint
+from megatron_elastic.train.run import Run, Watch, parent_checkpoint
 from megatron_elastic.train.schedule import map_microbatches
 from megatron_elastic.train.step import train_step
+from megatron_elastic.watchdog import Watchdog
 
 FAMILY_FILE = "family.json"
 
 
-def train(recipe: Recipe, *, stage: str | None = None, steps: int | None = None) -> None:
+def train(recipe: Recipe, *, stage: str | None = None, steps: int | None = None, stop: StopSignal | None = None) -> None:
     """Run the stages of a recipe, from the latest checkpoint if there is one.
 
-    stage: run up to the end of this stage only; steps: cut every stage to so many steps, to try a recipe out.
+    stage: run up to the end of this stage only; steps: cut every stage to so many steps, to try a recipe out. stop: what tells this process
+    to stop (`preemption.listening`); None: nothing does.
     Raises ElasticError kinds on every rank, before work starts, for anything that cannot run; RankLostError on the ranks that are left when
-    one is lost.
+    one is lost; StoppedError on every rank when one was told to stop, and the run is saved.
     """
     recipe = cut_stages(recipe, steps)
     with during("the start"):
         parallel = start_parallel(recipe)
-    with ending(parallel):
+    with ending(parallel), Watchdog(recipe.log.hang_seconds, parallel.rank) as watchdog:
         with during("the start"):
             _start_together(recipe, stage, parallel)
-            run = Run(recipe, parallel)
+            run = Run(recipe, parallel, Watch(stop or StopSignal(), watchdog))
             _say(run, run.resume())
             _keep_recipe(run)
-            _take_over_assets(run)
+            _take_over(run, ASSETS)  # the tokenizer and so on, for its members
+            _take_over(run, RANKING_FILE)  # for its report
             record = Record(run)
         callbacks: list[Callback] = [Progress(record), Evaluation(record), Checkpointing()]
         last = [s.name for s in recipe.stages].index(stage) + 1 if stage else len(recipe.stages)
-        while run.stage_index < last:
-            with during(f"stage {run.stage.name}"):
-                run_stage(run, callbacks)
+        try:
+            while run.stage_index < last:
+                with during(f"stage {run.stage.name}"):
+                    run_stage(run, callbacks)
+        except StoppedError:
+            record.close()
+            with during("the end"):
+                run.save_rest()
+            raise
         if run.decider is not None and run.stage_index == len(recipe.stages):
             finish(run, trial=steps is not None)
 
@@ -86,8 +96,9 @@ def start_parallel(recipe: Recipe) -> ParallelContext:
 
 
 def run_stage(run: Run, callbacks: list[Callback]) -> None:
-    """The rest of the current stage, then its checkpoint."""
+    """The rest of the current stage, then its checkpoint. Raises StoppedError on every rank when any was told to stop."""
     stage, parallel = run.stage, run.parallel
+    run.progressed()
     if stage.elastic and run.handle is None:
         run.become_elastic(parent_checkpoint(run.recipe))
         check_teacher(run)
@@ -110,6 +121,7 @@ def run_stage(run: Run, callbacks: list[Callback]) -> None:
     for callback in callbacks:
         callback.on_stage_start(run)
     while run.step < stage.total_steps:
+        run.progressed()
         with during(f"step {run.step} of stage {stage.name}"):
             metrics = train_step(run, data)
         run.step += 1
@@ -156,16 +168,12 @@ def _start_together(recipe: Recipe, stage: str | None, parallel: ParallelContext
 
 def _check_stages(recipe: Recipe, info: DataInfo, parallel: ParallelContext) -> None:
     """Refuse now what would stop a later stage after the earlier ones have run. Raises ConfigError with every problem."""
-    problems, elastic = [], False
+    problems = []
     for stage in recipe.stages:
-        if elastic and not stage.elastic:
-            problems.append(f"stages.{stage.name}: a stage with elastic: false cannot follow an elastic one; put it first")
-        elastic = elastic or stage.elastic
         checks = (
             partial(check_held_out, info, recipe.eval.samples, stage.sequence_length),
             partial(check_replicas, stage.global_batch_size, stage.micro_batch_size, parallel.data),
             partial(check_rounds, stage, parallel),
-            partial(learning_rate, 0, stage.warmup_steps, stage.total_steps, stage.lr, stage.min_lr),
         )
         for check in checks:
             try:
@@ -177,12 +185,8 @@ def _check_stages(recipe: Recipe, info: DataInfo, parallel: ParallelContext) -> 
 
 def check_rounds(stage: StageConfig, parallel: ParallelContext) -> None:
     """Raise ConfigError when the interleaved schedule cannot run a replica's microbatches in whole rounds of the pipeline."""
-    count = stage.global_batch_size // (stage.micro_batch_size * parallel.data)
-    if parallel.virtual_pipeline > 1 and count % parallel.pipeline:
-        raise ConfigError(
-            f"global_batch_size {stage.global_batch_size} gives each of {parallel.data} replicas {count} microbatches, not a multiple of "
-            f"parallel.pipeline {parallel.pipeline}; change it, or set virtual_pipeline to 1"
-        )
+    for problem in round_problems(stage.global_batch_size, stage.micro_batch_size, parallel.data, parallel.sizes):
+        raise ConfigError(problem)
 
 
 def check_teacher(run: Run) -> None:
@@ -218,21 +222,22 @@ def _keep_recipe(run: Run) -> None:
     (run.directory / "versions.json").write_text(json.dumps(versions, indent=2) + "\n", encoding="utf-8")
 
 
-def _take_over_assets(run: Run) -> None:
-    """Copy what goes with the parent's weights (tokenizer, config.json) into the run, once, so that its members can be written without the parent.
+def _take_over(run: Run, name: str) -> None:
+    """Copy what is kept under `name` with the parent (a directory or a file) into the run, once, so that the run can be used without the parent.
 
     Raises CheckpointError on every rank when it cannot be written.
     """
     error: ElasticError | None = None
-    target = run.directory / ASSETS
+    target = run.directory / name
     if run.parallel.is_main and run.recipe.parent is not None and not target.exists():
         try:
-            assets = find_assets(find_model_checkpoint(Path(run.recipe.parent)))
-            if assets is not None:
-                with new_directory(target) as temporary:
-                    shutil.copytree(assets, temporary, dirs_exist_ok=True)
-        except ElasticError as found:
-            error = found
+            found = kept_with(find_model_checkpoint(Path(run.recipe.parent)), name)
+            if found is not None:
+                with scratch_beside(target) as scratch:
+                    copy = shutil.copytree if found.is_dir() else shutil.copyfile
+                    publish_new(copy(found, scratch / name), target)
+        except ElasticError as caught:
+            error = caught
     run.parallel.raise_together(error)
 
 

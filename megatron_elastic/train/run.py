@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -28,11 +29,13 @@ from megatron_elastic.importance.reap import REAPED
 from megatron_elastic.importance.sort import SORTED
 from megatron_elastic.models.build import build_model
 from megatron_elastic.parallel import ParallelContext
+from megatron_elastic.preemption import StopSignal
 from megatron_elastic.recipe import Recipe, StageConfig
 from megatron_elastic.recipe_files import flatten
 from megatron_elastic.train.data import Datasets, build_datasets, open_data
 from megatron_elastic.train.decide import Decider
 from megatron_elastic.train.faults import during
+from megatron_elastic.watchdog import Watchdog, write_heartbeat
 
 EXPERT_BIAS_RATE = 1e-3
 """How far megatron-core moves the selection bias of the experts in a step of the parent's training."""
@@ -42,15 +45,25 @@ _OF_THE_PARENT = ("parent", "license", SORTED, REAPED, PARENT_DATA)
 """Keys of a parent's provenance that are true of what is trained from it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Who looks after a run while it goes on: what tells it to stop, and what ends it when it hangs."""
+
+    stop: StopSignal
+    watchdog: Watchdog
+
+
 class Run:
     """Everything that lasts longer than a step.
 
     parts: of the model on this rank (one unless the pipeline is interleaved); chunks: the same in megatron's DDP; stage_index, step: the
-    next step to take; handle, teacher, decider: set once the model is elastic.
+    next step to take; unevaluated: whether the evaluation after the last step is still to be made; handle, teacher, decider: set once the
+    model is elastic. watch: None for a run that nobody stops.
     """
 
-    def __init__(self, recipe: Recipe, parallel: ParallelContext) -> None:
+    def __init__(self, recipe: Recipe, parallel: ParallelContext, watch: Watch | None = None) -> None:
         self.recipe, self.parallel, self.directory = recipe, parallel, Path(recipe.run_dir)
+        self._watch = watch
         self.parts: list[Any] = [
             build_model(
                 recipe.model,
@@ -66,12 +79,13 @@ class Run:
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         self.chunks = [DistributedDataParallel(part.config, ddp, part) for part in self.parts]
         self.optimizer = build_optimizer(recipe, self.chunks)
-        self.stage_index, self.step = 0, 0
+        self.stage_index, self.step, self.unevaluated = 0, 0, False
         self.handle: ElasticHandle | None = None
         self.teacher: Any = None
         self.decider: Decider | None = None
         self._datasets: tuple[str, Datasets] | None = None
         self._saving: PendingSave | None = None
+        self._saved = self._position
         self._origin: Mapping[str, Any] = {}
 
     @property
@@ -83,6 +97,28 @@ class Run:
     def stage(self) -> StageConfig:
         """The stage of the next step."""
         return self.recipe.stages[self.stage_index]
+
+    @property
+    def _position(self) -> tuple[int, int, bool]:
+        """Where the run stands: what a checkpoint says of it."""
+        return self.stage_index, self.step, self.unevaluated
+
+    def progressed(self) -> None:
+        """Say that the run goes on; stop here, on all ranks alike, if any was told to. A collective of all processes. Raises StoppedError.
+
+        Called wherever a run can stop: before a step, and between the windows of an evaluation.
+        """
+        if self._watch is None:
+            return
+        self._watch.watchdog.feed()
+        if self.parallel.is_main:
+            write_heartbeat(self.directory, self.stage.name, self.step, tokens_done(self, self.step))
+        self._watch.stop.check(self.parallel, f"start again to go on from stage {self.stage.name}, step {self.step}")
+
+    def _alive(self) -> None:
+        """The same on one rank alone, for what may take long and cannot be left."""
+        if self._watch is not None:
+            self._watch.watchdog.feed()
 
     @property
     def elastic_progress(self) -> float:
@@ -116,6 +152,8 @@ class Run:
         if found is not None:
             state, self._origin = found.state, _of_the_parent(open_checkpoint(found.path).provenance)
             self.stage_index, self.step = state["stage_index"], state["step"]
+            self.unevaluated = state.get("unevaluated", False)  # a checkpoint from before a run could stop in an evaluation
+            self._saved = self._position
             self._check_recipe(found.path, state["recipe"])
             if state["elastic"]:
                 self._resume_elastic(state)
@@ -175,14 +213,16 @@ class Run:
 
     def save(self, *, stage_end: bool) -> None:
         """Save the current position, after the save before it is finished; the end of a stage is kept for good, and waited for."""
+        self._alive()
         self.finish_save(block=True)
-        decider = self.decider
+        self._saved, decider = self._position, self.decider
         name = f"stage-{self.recipe.stages[self.stage_index - 1].name}" if stage_end else f"step-{self.stage.name}-{self.step:07d}"
         router = decider.router if decider else None
         optimizer = decider.optimizer if decider else None
         state = {
             "stage_index": self.stage_index,
             "step": self.step,
+            "unevaluated": self.unevaluated,
             "elastic": decider is not None,
             "recipe": learned_by(self.recipe),
             "router": None if router is None else router.state_dict(),
@@ -201,6 +241,17 @@ class Run:
                 asynchronous=self.recipe.checkpoint.asynchronous and not stage_end,
             )
         self.finish_save(block=False)
+        self._alive()
+
+    def save_rest(self) -> None:
+        """Save what no checkpoint holds yet, and wait until all is on the disk; before the run stops. Returns on all ranks at the same moment.
+
+        A stage that has not taken a step has nothing to save: the stage before it was saved at its end.
+        """
+        if self.step > 0 and self._position != self._saved:
+            self.save(stage_end=False)
+        self.finish_save(block=True)
+        dist.barrier(group=self.parallel.world)  # rank 0 deletes old checkpoints while the others are done
 
     def _provenance(self) -> dict[str, Any]:
         """Where the model comes from: what its parent says of itself (its name, its licence, how it is sorted), and what it has been trained on."""
@@ -228,6 +279,12 @@ class Run:
         self._saving = None
         if self.parallel.is_main:
             prune(self.checkpoints, self.recipe.checkpoint.keep_last, [f"stage-{stage.name}" for stage in self.recipe.stages])
+
+
+def tokens_done(run: Run, step: int) -> int:
+    """Tokens of the whole run up to `step` of the current stage."""
+    done = sum(s.total_steps * s.global_batch_size * s.sequence_length for s in run.recipe.stages[: run.stage_index])
+    return done + step * run.stage.global_batch_size * run.stage.sequence_length
 
 
 def learned_by(recipe: Recipe) -> dict[str, Any]:

@@ -7,7 +7,9 @@ Run: pytest tests/cli/test_rank.py
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,11 +20,13 @@ import torch
 import yaml
 
 from megatron_elastic.axes import ElasticAxis
+from megatron_elastic.errors import EXIT_REQUEUE
 from megatron_elastic.importance.ranking import check_model, read_ranking
 from megatron_elastic.testing.tiny import tiny_shape
 from tests.export.random_family import write_family
 from tests.train import harness
 from tests.train.harness import command, in_new_process, in_new_processes, plain_recipe
+from tests.train.two_ranks import start_command
 
 SHAPE = tiny_shape(vocab_size=264, padded_vocab_size=264, max_sequence_length=128)
 
@@ -87,6 +91,48 @@ def test_a_path_is_ranked_on_text_and_says_which_model_it_is_of(root: Path) -> N
     assert found.provenance["data"] == str(root / "book.txt") and found.provenance["sequence_length"] == 64
     source = open_source(root / "run")
     check_model(found, file, source.shape, source.tensors)
+
+
+def told_in_a_window() -> None:
+    """Be told while the first window of the text goes through the model."""
+    from megatron_elastic.importance import collect
+
+    compute = collect.map_microbatches
+
+    def tells(*args: Any) -> Any:
+        print("a window", flush=True)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return compute(*args)
+
+    collect.map_microbatches = tells
+
+
+def told_while_layers_are_tried() -> None:
+    """Be told while the third layer is left out."""
+    from megatron_elastic.importance import depth
+
+    difference, tried = depth._Reference.error, []
+
+    def tells(*args: Any) -> Any:
+        tried.append(args)
+        if len(tried) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return difference(*args)
+
+    depth._Reference.error = tells
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "name"), [(told_in_a_window, "SIGUSR1"), (told_while_layers_are_tried, "SIGTERM")])
+def test_one_of_two_ranks_that_is_told_to_stop_ends_both_and_nothing_is_written(root: Path, tmp_path: Path, fault: Any, name: str) -> None:
+    before = {path for path in root.rglob("*") if "data_cache" not in path.parts}
+    arguments = ["rank", str(root / "recipe.yaml"), "parallel.tensor=2", "--tokens", "360", "--depth-tokens", "36"]
+    both = start_command([*arguments, "--out", str(root / "none.ranking")], tmp_path / "rank", {1: fault})
+    assert [one.end(harness.SECONDS) for one in both] == [EXIT_REQUEUE, EXIT_REQUEUE], both[0].text + both[1].text
+    assert f"stopped: told to stop by {name}; nothing is written; start again" in both[0].text
+    assert both[1].text.count("a window") == (1 if fault is told_in_a_window else 0) and "stopped" not in both[1].text
+    assert {path for path in root.rglob("*") if "data_cache" not in path.parts} == before
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +16,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from megatron_elastic.cli.data import command
+from megatron_elastic.corpus import write
 from megatron_elastic.corpus.info import open_data
 from megatron_elastic.corpus.sources import find_files, is_held_out, limit_bytes
 from megatron_elastic.corpus.tokenizer import ByteTokenizer, open_tokenizer
 from megatron_elastic.corpus.write import CorpusOptions, write_data
-from megatron_elastic.errors import DataError
+from megatron_elastic.errors import DataError, StoppedError
 
 
 @pytest.fixture
@@ -141,6 +144,34 @@ def test_a_failed_overwrite_keeps_the_old_data(texts, tmp_path):
     with pytest.raises(DataError, match="no UTF-8 text"):
         write_data(options(texts, include=("latin.txt",)), tmp_path / "out", overwrite=True)
     assert open_data(tmp_path / "out") == info
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_the_command_at_the_next_document_and_leaves_the_old_data(texts, tmp_path, monkeypatch, number):
+    write_data(options(texts), tmp_path / "out")
+    old = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    records = "".join(json.dumps({"text": f"record {n}"}) + "\n" for n in range(100))
+    source = tmp_path / "many.jsonl"
+    source.write_text(records, encoding="utf-8")
+    tokens, taken = write._tokens, []
+
+    def tells(document, tokenizer):
+        taken.append(document.name)
+        if len(taken) == 5:
+            os.kill(os.getpid(), number)
+        return tokens(document, tokenizer)
+
+    monkeypatch.setattr(write, "_tokens", tells)
+    handlers = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        with pytest.raises(StoppedError, match=f"^told to stop by {number.name}; nothing is written; start again$"):
+            command([str(source)], tmp_path / "out", overwrite=True)
+    finally:
+        for one, handler in handlers.items():
+            signal.signal(one, handler)  # the command keeps its own: the process would end now
+    assert taken == [f"many.jsonl:{n}" for n in range(1, 6)]
+    source.unlink()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == old
 
 
 def test_opening_refuses_what_training_could_not_use(texts, tmp_path):

@@ -7,15 +7,12 @@ Run: pytest tests/train/test_faults.py; with twenty kills at random moments: pyt
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import re
 import signal
-import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,91 +21,12 @@ import torch
 
 from megatron_elastic.train.faults import during, sign_of_loss
 from tests.train import harness
-from tests.train.harness import RECIPE, die, different, rows, stored
-from tests.train.test_bad_input import free_port
+from tests.train.harness import die
+from tests.train.two_ranks import at_step, finish, same_end, start
 
 EXIT_SECONDS = 60.0
 """How long the others may take to notice."""
 EXIT_CODE = 75
-RECIPE_CHANGES = (
-    "parallel.expert=2",
-    "stages.parent.steps=1",
-    "stages.parent.warmup_steps=0",
-    "stages.short.steps=3",
-    "stages.long=null",
-    "checkpoint.interval=1",
-    "eval.interval=100",
-    "log.tensorboard=false",
-)
-LAST = "stage-short"
-
-
-@dataclass
-class Rank:
-    """One process of a run; its output is in a file."""
-
-    process: Any
-    log: Path
-
-    def end(self, seconds: float) -> int:
-        """Its exit code. Fails when it takes longer than so many seconds."""
-        self.process.join(seconds)
-        assert self.process.exitcode is not None, f"still there after {seconds:g} s; it said:\n{self.text}"
-        return self.process.exitcode
-
-    @property
-    def text(self) -> str:
-        """What it has said so far."""
-        return self.log.read_text(encoding="utf-8") if self.log.is_file() else ""
-
-
-def be_rank(rank: int, port: int, log: Path, arguments: list[str], sabotage: Callable[[], None] | None) -> None:
-    """Body of a process: the command line, after `sabotage` has prepared a fault."""
-    os.environ.update({"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-    with log.open("w", encoding="utf-8") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-    torch.set_num_threads(1)
-    if sabotage is not None:
-        sabotage()
-    from megatron_elastic.cli.main import build_app, run
-
-    run(build_app(), arguments)
-
-
-def start(run_dir: Path, data: Path, *changes: str, faults: Mapping[int, Callable[[], None]] | None = None) -> list[Rank]:
-    """Start both ranks of a run. faults: rank -> what prepares its fault."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.train.harness", "megatron_elastic.train.loop", "megatron_elastic.export.verify"])
-    port, ranks = free_port(), []
-    for number in range(2):
-        log = run_dir.with_name(f"{run_dir.name}-{time.monotonic_ns()}-rank{number}.log")
-        arguments = ["train", str(RECIPE), f"run_dir={run_dir}", f"data.path={data}", *RECIPE_CHANGES, *changes]
-        process = context.Process(target=be_rank, args=(number, port, log, arguments, (faults or {}).get(number)), daemon=False)
-        process.start()
-        ranks.append(Rank(process, log))
-    return ranks
-
-
-def finish(run_dir: Path, data: Path, *changes: str) -> str:
-    """Run to the end, undisturbed; what rank 0 said."""
-    ranks = start(run_dir, data, *changes)
-    assert [rank.end(harness.SECONDS) for rank in ranks] == [0, 0], ranks[0].text + ranks[1].text
-    return ranks[0].text
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: Any, data: Path) -> Path:
-    """The directory of a run that nobody disturbed."""
-    directory = tmp_path_factory.mktemp("whole") / "run"
-    finish(directory, data)
-    return directory
-
-
-def at_step(run: Any) -> bool:
-    """Whether a run is in its third elastic step."""
-    return (run.stage.name, run.step) == ("short", 2)
 
 
 def killed_in_a_step() -> None:
@@ -180,7 +98,7 @@ CASES: dict[Callable[[], None], tuple[int, str, str, tuple[str, ...]]] = {
     [pytest.param(case, marks=[pytest.mark.slow] if case in (killed_in_a_collective, killed_while_writing) else []) for case in CASES],
     ids=lambda function: function.__name__,
 )
-def test_the_others_stop_and_nothing_is_lost(fault: Callable[[], None], whole: Path, data: Path, tmp_path: Path) -> None:
+def test_the_others_stop_and_nothing_is_lost(fault: Callable[[], None], undisturbed: Path, data: Path, tmp_path: Path) -> None:
     victim, activity, source, changes = CASES[fault]
     ranks = start(tmp_path / "run", data, *changes, faults={victim: fault})
     assert ranks[victim].end(harness.SECONDS) == -signal.SIGKILL, ranks[victim].text
@@ -196,18 +114,7 @@ def test_the_others_stop_and_nothing_is_lost(fault: Callable[[], None], whole: P
     )
     output = finish(tmp_path / "run", data, *changes)
     assert output.startswith(f"resumed from {tmp_path / 'run' / 'checkpoints' / source} (stage short")
-    same_end(tmp_path / "run", whole)
-
-
-def same_end(run_dir: Path, whole: Path) -> None:
-    """Assert that a run ended as the undisturbed one, and that every step has the same losses however often it was taken."""
-    assert different(stored(run_dir / "checkpoints" / LAST), stored(whole / "checkpoints" / LAST)) == []
-    assert (run_dir / "family.json").read_bytes() == (whole / "family.json").read_bytes()
-    expected = {(row["stage"], row["step"]): row for row in rows(whole)}
-    found = rows(run_dir)
-    assert {(row["stage"], row["step"]) for row in found} == expected.keys()
-    assert [row for row in found if row != expected[row["stage"], row["step"]]] == []
-    assert not list((run_dir / "checkpoints").glob(".*"))
+    same_end(tmp_path / "run", undisturbed)
 
 
 def stopped_in_a_step() -> None:
@@ -234,6 +141,32 @@ def test_a_rank_that_hangs_is_found(data: Path, tmp_path: Path) -> None:
     finally:
         ranks[1].process.kill()
         ranks[1].process.join()
+
+
+def asleep_in_a_step() -> None:
+    """Wait for something that never comes, outside every collective."""
+    from megatron_elastic.train import step
+
+    loss = step._loss
+    step._loss = lambda run, *args: wait_for_ever() if at_step(run) else loss(run, *args)
+
+
+def wait_for_ever() -> None:
+    """What a file system does that is gone."""
+    time.sleep(3600)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_rank_that_hangs_shows_its_stacks_and_all_end(undisturbed: Path, data: Path, tmp_path: Path) -> None:
+    ranks = start(tmp_path / "run", data, "log.hang_seconds=20", faults={1: asleep_in_a_step})
+    assert [rank.end(harness.SECONDS) for rank in ranks] == [EXIT_CODE, EXIT_CODE], ranks[0].text + ranks[1].text
+    assert "error: rank 1 has made no progress for 20 s and is taken for hung" in ranks[1].text
+    assert "in wait_for_ever" in ranks[1].text and "most recent call first" in ranks[1].text
+    # It waited as long: it ends by itself too, or notices that the other has.
+    assert re.search("^error: rank 0 (?:lost contact with another rank during step 2|has made no progress)", ranks[0].text, re.MULTILINE)
+    finish(tmp_path / "run", data)
+    same_end(tmp_path / "run", undisturbed)
 
 
 KILLS = 20
