@@ -81,6 +81,28 @@ class LayoutSizes:
         return found
 
 
+def replica_problems(global_batch_size: int, micro_batch_size: int, replicas: int) -> list[str]:
+    """Why a step cannot be divided over the data-parallel replicas; one line, or none."""
+    together = micro_batch_size * replicas
+    if global_batch_size % together == 0:
+        return []
+    return [
+        f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size {micro_batch_size} x {replicas} data-parallel "
+        f"replicas; use a multiple of {together}"
+    ]
+
+
+def round_problems(global_batch_size: int, micro_batch_size: int, replicas: int, sizes: LayoutSizes) -> list[str]:
+    """Why the interleaved schedule cannot run a replica's microbatches in whole rounds of the pipeline; one line, or none."""
+    count = global_batch_size // (micro_batch_size * replicas)
+    if sizes.virtual_pipeline == 1 or count % sizes.pipeline == 0:
+        return []
+    return [
+        f"global_batch_size {global_batch_size} gives each of {replicas} replicas {count} microbatches, not a multiple of "
+        f"parallel.pipeline {sizes.pipeline}; change it, or set virtual_pipeline to 1"
+    ]
+
+
 def model_problems(shape: ModelShape, sizes: LayoutSizes) -> list[str]:
     """What megatron-core cannot say of a shape, and what its shards need that the shape does not give, one line each.
 

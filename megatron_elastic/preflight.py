@@ -16,6 +16,7 @@ from megatron_elastic.fit import model_problems, release_problems, space_problem
 from megatron_elastic.plan_coordinates import Cost
 from megatron_elastic.planning import check_targets, plan_cost, reachable, uniform_family, uniform_plan
 from megatron_elastic.recipe import PinnedBudget, Recipe, StageConfig
+from megatron_elastic.router.schedules import learning_rate
 from megatron_elastic.shape import ModelShape
 from megatron_elastic.space import parent_plan
 
@@ -113,6 +114,7 @@ def recipe_problems(recipe: Recipe) -> list[str]:
     for number, stage in enumerate(recipe.stages):
         key = f"stages[{number}] ({stage.name})"
         problems += _decision_problems(recipe, stage, key) + _row_problems(recipe, stage, key)
+    problems += _order_problems(recipe)
     if recipe.elastic is None or space is None:
         return problems
     if recipe.elastic.cost == "flops":
@@ -128,6 +130,20 @@ def recipe_notes(recipe: Recipe) -> list[str]:
     if not Path(recipe.data.path).is_dir():
         return [f"data.path {recipe.data.path!r} is not there yet; write it with `megatron-elastic data`"]
     return []
+
+
+def _order_problems(recipe: Recipe) -> list[str]:
+    """The parent's stages come first, and a warm-up ends before its stage."""
+    problems, elastic = [], False
+    for stage in recipe.stages:
+        if elastic and not stage.elastic:
+            problems.append(f"stages.{stage.name}: a stage with elastic: false cannot follow an elastic one; put it first")
+        elastic = elastic or stage.elastic
+        try:
+            learning_rate(0, stage.warmup_steps, stage.total_steps, stage.lr, stage.min_lr)
+        except ConfigError as error:
+            problems.append(f"stages.{stage.name}: {error}")
+    return problems
 
 
 def _decision_problems(recipe: Recipe, stage: StageConfig, key: str) -> list[str]:
