@@ -14,7 +14,7 @@ help: ## List the targets
 setup: ## Make the environment, or find it already made, and print its path
 	@$(RUN) python -c 'import sys; print(sys.prefix)'
 
-demo: ## Train a tiny family on this machine, cut its members out, verify and plot them (about 6 minutes)
+demo: ## Train a tiny family on this machine, cut its members out, verify and plot them (about 7 minutes)
 	@$(RUN) launchers/demo.sh
 
 # What trains, draws, spawns or compares with transformers takes longer than an edit may wait; `make test` runs it.
@@ -47,11 +47,15 @@ test-latest: ## The tests of `make test` on Python 3.12 and the latest megatron-
 gpu: ## For whoever has a GPU, three minutes: compare it with the CPU, masked with sliced, and time both (docs/gpu.md)
 	@$(RUN) python scripts/gpu_check.py
 
-lint: ## ruff, codespell and pyright
+SCRIPTS := .ci/run $(wildcard bin/* scripts/*.sh launchers/*.sh docker/*.sh slurm/*.sh)
+
+lint: ## ruff, codespell, pyright, shellcheck and hadolint
 	@$(RUN) ruff check
 	@$(RUN) ruff format --check || { echo "error: not formatted; run: make format" >&2; exit 1; }
 	@$(RUN) codespell
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(RUN) pyright
+	@$(RUN) shellcheck --external-sources $(SCRIPTS)
+	@$(RUN) hadolint docker/Dockerfile
 
 format: ## Sort imports and format the code in place
 	@$(RUN) ruff check --quiet --select I --fix

@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
 # The demo: a tiny hybrid parent becomes a family of three. Called by `make demo`, which provides the environment.
 # Usage: [DEMO_STEPS=N] launchers/demo.sh [RUN_DIR]    DEMO_STEPS cuts every stage to N steps, to try the whole path in a minute.
+# Started again, it goes on where it was.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 recipe=recipes/demo_hybrid.yaml
 run=${1:-runs/demo}
+parent=${run}_parent
 data=runs/demo_data
 
 step() { printf '\n== %s\n' "$*"; }
-train() { launchers/local.sh 2 train "$recipe" ${DEMO_STEPS:+--steps "$DEMO_STEPS"} "data.path=$data" "$@"; }
+train() { python launchers/local.py 2 train "$recipe" ${DEMO_STEPS:+--steps "$DEMO_STEPS"} "data.path=$data" "$@"; }
 
 step "plan: the budgets"
 megatron-elastic plan "$recipe"
@@ -19,11 +21,24 @@ if [ ! -f "$data/data.json" ]; then
   megatron-elastic data stdlib --out "$data"
 fi
 
-step "train: the parent, then two elastic stages, on two processes"
-train "run_dir=$run"
+step "train: the parent, on two processes"
+train "run_dir=$parent" --stage parent
+
+if [ ! -f "$parent/parent.ranking" ]; then
+  step "rank: how important every component of the parent is"
+  python launchers/local.py 2 rank "$recipe" "run_dir=$parent" "data.path=$data" --tokens 16384 --out "$parent/parent.ranking"
+fi
+
+if [ ! -d "$parent/sorted" ]; then
+  step "sort: the same parent with the best components first"
+  megatron-elastic sort "$parent" --ranking "$parent/parent.ranking" --out "$parent/sorted"
+fi
+
+step "train: the family, in two elastic stages"
+train "run_dir=$run" "parent=$parent/sorted" stages.parent=null
 
 step "train: the same family with frozen uniform sizes, from the same parent, to compare"
-train "run_dir=${run}_uniform" "parent=$run/checkpoints/stage-parent" router.choice=uniform stages.parent=null
+train "run_dir=${run}_uniform" "parent=$parent/sorted" stages.parent=null router.choice=uniform
 
 step "extract: every member"
 rm -rf "$run/members" "${run}_uniform/members" # what an earlier demo wrote

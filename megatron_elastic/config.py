@@ -1,4 +1,4 @@
-"""Recipes: one YAML file says everything about a run. defaults <- YAML <- key=value from the command line.
+"""Recipes: one YAML file says everything about a run. defaults <- YAML <- key=value and @FILE from the command line.
 
 Decoding is strict: an unknown key, a wrong type or a value out of range is an error that names the key, and all of them are
 reported at once. Plain Python, no torch.
@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import dacite
 
@@ -23,6 +23,8 @@ from megatron_elastic.formats import RECIPE
 from megatron_elastic.recipe import ElasticConfig, PinnedBudget, Recipe, StageConfig
 from megatron_elastic.recipe_files import apply_overrides, key_problems, read_yaml
 
+T = TypeVar("T")
+
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of a YAML file with overrides applied and everything checked. Raises ConfigError with every problem at once."""
@@ -32,16 +34,24 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 def decode_recipe(data: dict[str, Any], source: str) -> Recipe:
     """A checked recipe from plain data; `source` names it in errors."""
     RECIPE.check(data, source)
-    raise_all(ConfigError, key_problems(data, Recipe), source)
+    recipe = decode(Recipe, data, source)
+    raise_all(ConfigError, _recipe_problems(recipe), source)
+    return recipe
+
+
+def decode(kind: type[T], data: dict[str, Any], source: str) -> T:
+    """The dataclass `kind` from plain data: every key and every type checked, no value. `source` names the data in errors.
+
+    Raises ConfigError listing every unknown or missing key at once, or naming a value of the wrong type.
+    """
+    raise_all(ConfigError, key_problems(data, kind), source)
     try:
-        recipe = dacite.from_dict(Recipe, data, dacite.Config(strict=True, cast=[tuple], type_hooks={float: _to_float}))
+        return dacite.from_dict(kind, data, dacite.Config(strict=True, cast=[tuple], type_hooks={float: _to_float}))
     except dacite.WrongTypeError as error:
         wanted = str(error.field_type).replace("<class '", "").replace("'>", "").replace("typing.Literal", "one of ")
         raise ConfigError(f"{source}: {error.field_path} {error.value!r} ({type(error.value).__name__}) must be {wanted}") from None
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{source}: {error}") from None
-    raise_all(ConfigError, _recipe_problems(recipe), source)
-    return recipe
 
 
 def _to_float(value: Any) -> Any:
@@ -78,7 +88,7 @@ _BOUNDS: Mapping[str, tuple[str, ...]] = {
     ),
     "at least 0": (
         *("router.budget_weight", "router.clip_grad", "distill.kl_weight", "distill.ce_weight", "optimizer.weight_decay"),
-        *("optimizer.clip_grad", "checkpoint.keep_last"),
+        *("optimizer.clip_grad", "checkpoint.keep_last", "log.hang_seconds"),
     ),
     "at least 0 and below 1": ("optimizer.betas", "router.width_threshold"),
 }

@@ -44,6 +44,8 @@ class FileFormat:
 
 RECIPE = FileFormat(version=1, error=ConfigError, remedy="set it to 1")
 """A recipe, and recipe.yaml in a run."""
+CLUSTER = FileFormat(version=1, error=ConfigError, remedy="set it to 1")
+"""A description of a cluster (slurm/clusters/*.yaml)."""
 PLAN = FileFormat(version=2, also_read=(1,), error=PlanError)
 """A plan, by itself and inside other files. Version 2 knows per-layer widths; version 1 had one integer an axis."""
 DATA = FileFormat(version=1, error=DataError, remedy="write the directory again with this release")
@@ -54,6 +56,8 @@ METRICS = FileFormat(version=1, also_read=(None,), remedy="read the run with the
 """Every row of metrics.jsonl in a run."""
 VERSIONS = FileFormat(version=1, also_read=(None,), remedy="remove it to go on without versions")
 """versions.json in a run: package -> version."""
+HEARTBEAT = FileFormat(version=1)
+"""heartbeat.json in a run: where it stands, and when it said so."""
 FAMILY = FileFormat(version=1)
 """family.json in a run: budget -> plan, cost, target."""
 NESTED = FileFormat(version=1, remedy="export the family again with this release")

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron_elastic.axes import ElasticAxis, ElasticSpace, SubmodelPlan
+from megatron_elastic.axes import ElasticAxis, ElasticSpace, SubmodelPlan, Width, widths_by_place
+from megatron_elastic.errors import PlanError
 from megatron_elastic.fit import LayoutSizes
 from megatron_elastic.memory import MemoryTarget
 from megatron_elastic.shape import ModelShape
@@ -17,12 +18,27 @@ from megatron_elastic.space import AxisChoices, build_space
 class PinnedBudget:
     """A budget whose plan is given; its target is the exact cost of that plan."""
 
-    plan: Mapping[str, int | tuple[int, ...]]
-    """Axis -> width, the parent's where an axis is not named; for a per-layer axis a list with a width for each layer that has it."""
+    plan: Mapping[str, int | float | tuple[int | float, ...]]
+    """Axis -> width, the parent's where an axis is not named; for a per-layer axis a list with a width for each layer that has it. A fraction
+    counts from the parent's."""
 
     def on(self, space: ElasticSpace) -> SubmodelPlan:
         """The plan in `space`. Raises PlanError listing every width that is no choice."""
-        return space.plan({ElasticAxis(axis): width for axis, width in self.plan.items()})
+        return space.plan({(axis := ElasticAxis(name)): _width_in(space, axis, width) for name, width in self.plan.items()})
+
+
+def _width_in(space: ElasticSpace, axis: ElasticAxis, given: int | float | tuple[int | float, ...]) -> Width:
+    """The width that a recipe gives an axis, its fractions resolved. Raises PlanError for one that is no whole width."""
+    spec = space.spec(axis)
+    parent = spec.parent if spec else max(widths_by_place(dict(space.parent.widths).get(axis, 1), 1) or (1,))
+    return tuple(_whole_width(axis, value, parent) for value in given) if isinstance(given, tuple) else _whole_width(axis, given, parent)
+
+
+def _whole_width(axis: ElasticAxis, value: int | float, parent: int) -> int:
+    width = value if isinstance(value, int) else value * parent
+    if abs(width - round(width)) > 1e-9:
+        raise PlanError(f"{axis.value}: fraction {value} of {parent} is {width:g}, not a whole width; write the width itself")
+    return round(width)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,6 +249,9 @@ class LogConfig:
     """Steps between progress lines."""
     tensorboard: bool = True
     """Whether scalars are written for TensorBoard."""
+    hang_seconds: float = 1800.0
+    """A rank that makes no progress for so long prints every thread's stack and ends with exit code 75, as if lost; 0: never. Progress is the start
+    of the run, a step, a window of an evaluation, the beginning and the end of a save: set it well above the longest of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,7 @@
 """Recipe files as plain data: YAML in, overrides applied, and every key and kind of value checked against the dataclasses.
 
+An override is `key.sub=value`, or `@FILE`: a YAML mapping of such keys and values, which means the same assignments in the file's order.
+
 Everything wrong is reported with its full key and, for an unknown key, the nearest one that exists. Plain Python, no torch.
 """
 
@@ -34,26 +36,32 @@ for _first in "-+0123456789":
     _Loader.yaml_implicit_resolvers[_first] = sorted(_Loader.yaml_implicit_resolvers[_first], key=lambda pair: not pair[0].endswith(":int"))
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises ConfigError when the file is missing, is not YAML or holds something else."""
+def read_yaml(path: Path, *, what: str = "recipe") -> dict[str, Any]:
+    """The mapping in a YAML file. Raises ConfigError when the file is missing, is not YAML or holds something else; `what` names its kind."""
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 - a SafeLoader with one more number format
     except FileNotFoundError:
-        raise ConfigError(f"no recipe at {str(path)!r}; see recipes/ for examples") from None
+        raise ConfigError(f"no {what} at {str(path)!r}; see recipes/ for examples") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; give a file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a YAML file: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: a recipe is a mapping of keys, not {type(data).__name__}")
+        raise ConfigError(f"{path}: a {what} is a mapping of keys, not {type(data).__name__}")
     return data
 
 
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """`data` with `key.sub=value` assignments applied; values are YAML; a stage is named as `stages.NAME.key`."""
+    """`data` with overrides applied in order: `key.sub=value` (the value is YAML; a stage is named as `stages.NAME.key`), or `@FILE`."""
     data = copy.deepcopy(data)  # keeps the order of keys: the first budget is the parent
     for text in overrides:
+        if text.startswith("@"):
+            for key, value in read_yaml(Path(text[1:]), what="file of overrides").items():
+                _assign(data, str(key), value, f"{text}: {key}")
+            continue
         key, sign, value = text.partition("=")
         if not sign or not key:
-            raise ConfigError(f"override {text!r} must be key=value, for example optimizer.clip_grad=0.5")
+            raise ConfigError(f"override {text!r} must be key=value or @FILE, for example optimizer.clip_grad=0.5")
         _assign(data, key, _yaml_value(text, value), text)
     return data
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -132,7 +133,7 @@ def test_overrides_leave_the_data_alone(path):
 
 BAD = [
     # overrides themselves
-    ("seed", "override 'seed' must be key=value, for example optimizer.clip_grad=0.5"),
+    ("seed", "override 'seed' must be key=value or @FILE, for example optimizer.clip_grad=0.5"),
     ("=3", "override '=3' must be key=value"),
     ("stages.longer.steps=3", "override 'stages.longer.steps=3': no stage is named 'longer'; stages: short, long"),
     ("stages.steps=3", "override 'stages.steps=3': 'stages.steps' needs the name of a stage, as in stages.NAME.steps=10"),
@@ -142,7 +143,8 @@ BAD = [
     ("model.hiden_size=1", "model.hiden_size is not a known key; did you mean model.hidden_size?"),
     ("model.moe.top_k=1", "model.moe.top_k is not a known key; did you mean model.moe.topk?"),
     ("stages.short.sequence=3", "stages[0].sequence is not a known key; did you mean stages[0].sequence_length?"),
-    ("log.zzzz=1", "log.zzzz is not a known key; keys: interval, tensorboard"),
+    ("log.zzzz=1", "log.zzzz is not a known key; keys: interval, tensorboard, hang_seconds"),
+    ("log.hang_seconds=-1", "log.hang_seconds -1.0 must be at least 0"),
     ("elastic.budgets.narrow.plans=1", "elastic.budgets.narrow.plans is not a known key; did you mean elastic.budgets.narrow.plan?"),
     ("seed=x", "seed 'x' (str) must be int"),
     ("seed=null", "seed None (NoneType) must be int"),
@@ -351,3 +353,56 @@ def test_an_override_removes_a_stage():
     assert recipe.stages[1].steps == 3
     with pytest.raises(ConfigError, match="no stage is named 'middle'"):
         load_recipe(Path("recipes/demo_hybrid.yaml"), ["stages.middle=null"])
+
+
+def test_a_file_of_overrides(tmp_path):
+    file, recipe = tmp_path / "small.yaml", Path("recipes/demo_hybrid.yaml")
+    file.write_text(
+        "optimizer.clip_grad: 3e-1\nstages.long.steps: 3\nstages.parent: null\nelastic.axes: {hidden: [1.0, 0.5]}\n", encoding="utf-8"
+    )
+    loaded = load_recipe(recipe, ["stages.long.steps=2", f"@{file}", "optimizer.clip_grad=0.5"])
+    assert loaded.optimizer.clip_grad == 0.5, "what comes later wins"
+    assert [(stage.name, stage.steps) for stage in loaded.stages] == [("short", 48), ("long", 3)]
+    assert loaded.elastic.axes == {"hidden": (1.0, 0.5)}, "a mapping is replaced, not merged"
+    one_by_one = ["optimizer.clip_grad=3e-1", "stages.long.steps=3", "stages.parent=null", "elastic.axes={hidden: [1.0, 0.5]}"]
+    assert load_recipe(recipe, [f"@{file}"]) == load_recipe(recipe, one_by_one)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no file of overrides at .*small.yaml"),
+        ("- 1", "a file of overrides is a mapping of keys, not list"),
+        ("stages.middle.steps: 3", r"override '@.*small.yaml: stages.middle.steps': no stage is named 'middle'"),
+        ("optimiser.clip_grad: 3", "optimiser is not a known key; did you mean optimizer"),
+        ("1: 3", "1 is not a known key"),
+    ],
+)
+def test_files_of_overrides_that_are_none(tmp_path, text, message):
+    file = tmp_path / "small.yaml"
+    if text is not None:
+        file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(Path("recipes/demo_hybrid.yaml"), [f"@{file}"])
+
+
+def test_a_directory_is_no_recipe(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory; give a file"):
+        load_recipe(tmp_path)
+
+
+def test_fractions_in_a_pinned_plan():
+    widths = {"hidden": 0.75, "ffn": 0.5, "layers": 5}
+    recipe = load_recipe(Path("recipes/demo_hybrid.yaml"), [f"elastic.budgets.small={{plan: {json.dumps(widths)}}}"])
+    plan = recipe.pinned_plans()["small"]
+    assert (plan.width(ElasticAxis.HIDDEN), plan.width(ElasticAxis.FFN), plan.dropped_layers) == (96, 256, (3,))
+    assert decode_recipe(to_plain(recipe), "r") == recipe
+    per_layer = ["elastic.axes.ffn={choices: [1.0, 0.5], per_layer: true}", "elastic.budgets.small={plan: {ffn: [0.5]}}"]
+    assert load_recipe(Path("recipes/demo_hybrid.yaml"), per_layer).pinned_plans()["small"].width(ElasticAxis.FFN) == 256
+    for value, message in (
+        ("hidden: 0.7", r"budgets.small.plan: hidden: fraction 0.7 of 128 is 89.6, not a whole width; write the width itself"),
+        ("hidden: 0.25", r"budgets.small.plan: hidden 32 is not one of its choices \[128, 112, 96, 80, 64\]"),
+        ("topk: 0.5", r"axis 'topk' is not elastic here"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_recipe(Path("recipes/demo_hybrid.yaml"), [f"elastic.budgets.small={{plan: {{{value}}}}}"])

@@ -22,6 +22,7 @@ from megatron_elastic import formats
 from megatron_elastic.axes import ElasticAxis, SubmodelPlan
 from megatron_elastic.checkpoint.files import CheckpointKind, Description, new_checkpoint, open_checkpoint
 from megatron_elastic.cli.extract import read_plan
+from megatron_elastic.cluster import CLUSTERS, load_cluster
 from megatron_elastic.config import decode_recipe, load_recipe
 from megatron_elastic.corpus.info import open_data
 from megatron_elastic.errors import ElasticError
@@ -30,6 +31,7 @@ from megatron_elastic.platform import prepare_platform
 from megatron_elastic.recipe_files import read_yaml
 from megatron_elastic.report.record import read_run
 from megatron_elastic.testing.tiny import tiny_shape
+from megatron_elastic.watchdog import write_heartbeat
 from tests.report import synthetic_run
 from tests.train.harness import RECIPE, write_data
 
@@ -48,6 +50,10 @@ def write_recipe_and_versions(directory: Path) -> None:
 def write_recipe(directory: Path) -> Path:
     write_recipe_and_versions(directory)
     return directory / "recipe.yaml"
+
+
+def write_cluster(directory: Path) -> Path:
+    return Path(shutil.copy(CLUSTERS / "cpu.yaml", directory))
 
 
 def write_plan(directory: Path) -> Path:
@@ -80,6 +86,11 @@ def write_metrics(directory: Path) -> Path:
 def write_versions(directory: Path) -> Path:
     write_recipe_and_versions(directory)
     return directory / "versions.json"
+
+
+def write_the_heartbeat(directory: Path) -> Path:
+    write_heartbeat(directory, "parent", 3, 96)
+    return directory / "heartbeat.json"
 
 
 def write_family(directory: Path) -> Path:
@@ -221,11 +232,13 @@ class Case:
 
 CASES = {
     "RECIPE": Case(formats.RECIPE, write_recipe, load_recipe),
+    "CLUSTER": Case(formats.CLUSTER, write_cluster, lambda file: load_cluster(str(file))),
     "PLAN": Case(formats.PLAN, write_plan, read_plan),
     "DATA": Case(formats.DATA, write_text, lambda file: open_data(file.parent)),
     "CHECKPOINT": Case(formats.CHECKPOINT, write_checkpoint, lambda file: open_checkpoint(file.parent)),
     "METRICS": Case(formats.METRICS, write_metrics, read_with_a_run),
     "VERSIONS": Case(formats.VERSIONS, write_versions, read_with_a_run),
+    "HEARTBEAT": Case(formats.HEARTBEAT, write_the_heartbeat, None),
     "FAMILY": Case(formats.FAMILY, write_family, None),
     "NESTED": Case(formats.NESTED, write_elastic, read_elastic),
     "ORIGIN": Case(formats.ORIGIN, write_origin, read_its_origin),
@@ -261,7 +274,7 @@ def test_a_reader_refuses_every_other_version(kind: str, version: object, tmp_pa
     assert kind == "PLAN" or str(file.name if kind not in ("CHECKPOINT", "DATA") else file.parent) in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["RECIPE", "PLAN", "DATA", "CHECKPOINT", "NESTED", "ORIGIN", "RANKING", "SORTED"])
+@pytest.mark.parametrize("kind", ["RECIPE", "CLUSTER", "PLAN", "DATA", "CHECKPOINT", "NESTED", "ORIGIN", "RANKING", "SORTED"])
 def test_a_file_without_a_version_is_refused(kind: str, tmp_path: Path) -> None:
     case = CASES[kind]
     file = case.write(tmp_path)
@@ -294,6 +307,9 @@ def test_no_writer_is_left_out() -> None:
         "hf/card.py": "the header of a model card",
         "hf/write.py": "Hugging Face's index",
         "testing/pool.py": "sends it to a process",
+        "packed_task.py": "sends it to a process",
+        "launch.py": "a recipe, which says its own version",
+        "submit.py": "a cluster, which says its own version",
     }
     unstamped = set()
     for file in PACKAGE.rglob("*.py"):

@@ -10,22 +10,35 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from megatron_elastic import __version__
-from megatron_elastic.errors import ElasticError, RankLostError
+from megatron_elastic.errors import EXIT_RANK_LOST, EXIT_REQUEUE, EXIT_USER_ERROR, ElasticError, RankLostError, StoppedError
 
 PROGRAM = "megatron-elastic"
-COMMANDS = ("import", "data", "train", "plan", "validate", "rank", "sort", "reap", "extract", "verify", "eval", "generate", "report")
+COMMANDS = (
+    "import",
+    "data",
+    "train",
+    "plan",
+    "validate",
+    "doctor",
+    "submit",
+    "rank",
+    "sort",
+    "reap",
+    "extract",
+    "verify",
+    "eval",
+    "generate",
+    "report",
+)
 """Modules of this package, in the order in which `--help` lists them."""
 
-EXIT_USER_ERROR = 2
-EXIT_RANK_LOST = os.EX_TEMPFAIL
-"""Another process of the run is gone: the same command goes on from the last checkpoint."""
 SECONDS_FOR_THE_FIRST = 3.0
 """How long the other processes of a run wait before they end on a user's error."""
 
@@ -65,12 +78,17 @@ def build_app() -> typer.Typer:
     return app
 
 
-def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> None:
+def _requeue_code(rank: int) -> int:
+    return EXIT_REQUEUE
+
+
+def run(app: typer.Typer, arguments: Sequence[str] | None = None, *, when_stopped: Callable[[int], int] = _requeue_code) -> None:
     """Run `app` on `arguments` (default: the process's) and exit.
 
     An `ElasticError` becomes one message on stderr and exit code 2; any other exception keeps its traceback. Of several processes
     (RANK, as torchrun sets it) the first prints the message: what stops one rank is raised on all. The loss of a rank (exit code 75, "try
-    again") is what each of the others says by itself, and ends it at once.
+    again") is what each of the others says by itself, and ends it at once. Being told to stop (85, "start again") ends all at once;
+    `when_stopped` gives a rank's code then, for a launcher that would not pass 85 on.
 
     Raises:
         SystemExit: always, unless an unknown exception propagates.
@@ -79,14 +97,26 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> None:
         app(args=None if arguments is None else list(arguments), prog_name=PROGRAM)
     except RankLostError as error:
         typer.echo(f"error: {error}", err=True)
-        sys.stdout.flush()
-        os._exit(EXIT_RANK_LOST)  # the interpreter's own end would wait for transfers to ranks that wait for this one
+        _leave(EXIT_RANK_LOST)  # the interpreter's own end would wait for transfers to ranks that wait for this one
+    except StoppedError as stop:
+        if os.environ.get("RANK", "0") == "0":
+            typer.echo(f"stopped: {stop}", err=True)
+        _leave(
+            when_stopped(int(os.environ.get("RANK", "0")))
+        )  # the interpreter's own end takes unequal time, and gives up the handlers of signals before it is over
     except ElasticError as error:
         if os.environ.get("RANK", "0") == "0":
             typer.echo(f"error: {error}", err=True)
         else:
             time.sleep(SECONDS_FOR_THE_FIRST)  # a launcher ends all processes when one does; the first must have spoken by then
         sys.exit(EXIT_USER_ERROR)
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process at once with an exit code."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def main() -> None:

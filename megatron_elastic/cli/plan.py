@@ -25,7 +25,12 @@ READABLE_PLANS = 10**12
 
 def command(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, such as recipes/demo_hybrid.yaml.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace the recipe's.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE | @FILE]...", help="Values over the recipe's, such as stages.short.steps=10, or a YAML file of them."
+        ),
+    ] = None,
     weight_format: Annotated[str, typer.Option("--format", help="Weight format: bf16, fp32, fp8 or nvfp4.")] = "bf16",
     sequence_length: Annotated[
         int | None, typer.Option(help="Tokens of a sequence, for FLOPs. Default: the last stage's, else the longest of the model.")

@@ -52,7 +52,7 @@ def table(output):
     ("name", "sizes"),
     [
         ("nemotron_3_nano_30b", {"full": ("31.58B", "3.58B"), "medium": ("23.92B", "2.82B"), "small": ("12.23B", "2.01B")}),
-        ("nemotron_nano_v2_12b", {"full": ("12.31B", "12.31B"), "medium": ("8.87B", "8.87B"), "small": ("5.99B", "5.99B")}),
+        ("nemotron_nano_v2_12b", {"full": ("12.31B", "12.31B"), "medium": ("8.83B", "8.83B"), "small": ("5.95B", "5.95B")}),
         ("nemotron_nano_v2_9b", {"full": ("8.89B", "8.89B"), "medium": ("6.02B", "6.02B"), "small": ("3.99B", "3.99B")}),
     ],
 )

@@ -70,7 +70,7 @@ def test_sizes_of_every_layer_are_checked_against_the_layout():
 
 
 def test_steps_and_tokens_of_a_stage():
-    output = validate(TINY, "stages.short.steps=7", "stages.short.global_batch_size=16")
+    output = validate(TINY, "stages.short.steps=7", "stages.short.warmup_steps=2", "stages.short.global_batch_size=16")
     assert "stage short (elastic): 7 steps of 16 x 256, 28,672 tokens" in output
 
 
@@ -165,7 +165,9 @@ def test_problems_come_together():
 def test_torch_is_not_imported():
     script = (
         "import sys, typer; from megatron_elastic.cli.validate import command; app = typer.Typer(); app.command()(command); "
-        "app(sys.argv[1:], standalone_mode=False); print('torch' in sys.modules, 'megatron' in sys.modules)"
+        "app(sys.argv[1:2], standalone_mode=False); app(sys.argv[1:], standalone_mode=False); "
+        "print('torch' in sys.modules, 'megatron' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(TINY)], capture_output=True, text=True, check=True, timeout=60)
+    on_cluster = [str(TINY), "data=null", "--cluster", "cpu", "--nodes", "2"]
+    done = subprocess.run([sys.executable, "-c", script, *on_cluster], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "False False"

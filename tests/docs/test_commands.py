@@ -66,7 +66,9 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("page", [ROOT / "docs" / "tutorial.md", ROOT / "README.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [ROOT / "docs" / "tutorial.md", ROOT / "docs" / "cluster.md", ROOT / "README.md"], ids=lambda page: page.name
+)
 def test_commands_run_as_written(page: Path, empty: Path) -> None:
     run_commands(commands(page), SHORTER)
 
