@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megatron_elastic.axes import ElasticAxis, ElasticSpace
@@ -159,6 +158,8 @@ class _Reference:
 
 def _whole_states(parallel: ParallelContext, batch: MicroBatch, hidden: Tensor) -> Tensor:
     if parallel.sequence_parallel:
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=parallel.tp)
     return hidden[:, 0]
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron.core.ssm.mamba_mixer import causal_conv1d_fn  # pyright: ignore[reportAttributeAccessIssue] - set by the platform on a CPU
 from torch import Tensor
 
 from megatron_elastic.axes import ElasticAxis
@@ -36,6 +35,8 @@ def with_convolved_state(mixer: Any, projected: Tensor, batch: MicroBatch, paral
 
     A tap reaches into tokens of other ranks and never into another document.
     """
+    from megatron.core.ssm.mamba_mixer import causal_conv1d_fn  # pyright: ignore[reportAttributeAccessIssue] - set by the platform on a CPU
+
     inner, state = mixer.d_inner_local_tp, mixer.ngroups_local_tp * mixer.d_state
     where = slice(2 * inner, 2 * inner + 2 * state)
     mine, size = projected[:, where], parallel.context
