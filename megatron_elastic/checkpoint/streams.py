@@ -16,11 +16,16 @@ _FLUSH_SECONDS = 0.2
 """How often a file that is being written is handed to the disk: too seldom to cost anything, often enough to leave little for the end."""
 
 
-def blocks(data: bytes | bytearray | memoryview) -> Iterator[memoryview]:
-    """`data` piece by piece: one write of all of a large tensor costs the system three times the time of many small ones."""
+def _blocks(data: bytes | bytearray | memoryview) -> Iterator[memoryview]:
     view = memoryview(data).cast("B")
     for start in range(0, view.nbytes, _BLOCK):
         yield view[start : start + _BLOCK]
+
+
+def write_blocks(file: IO[bytes], data: bytes | bytearray | memoryview) -> None:
+    """Write `data` piece by piece, and hold nothing of it afterwards: one write of a large tensor costs the system three times the time of small ones."""
+    for block in _blocks(data):
+        file.write(block)
 
 
 class CarefulFile:
@@ -39,7 +44,7 @@ class CarefulFile:
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Write `data`, or nothing once a write has failed; says that all was written."""
         try:
-            for block in blocks(data) if self._error is None else ():
+            for block in _blocks(data) if self._error is None else ():
                 self._file.write(block)
                 self.checksum = zlib.crc32(block, self.checksum)  # still in the processor's cache
         except OSError as error:

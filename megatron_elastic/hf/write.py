@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_elastic.checkpoint.streams import blocks, written_early
+from megatron_elastic.checkpoint.streams import write_blocks, written_early
 from megatron_elastic.errors import CheckpointError
 from megatron_elastic.hf.weights import DTYPES, INDEX, SINGLE
 
@@ -103,6 +103,5 @@ def _write_shard(file: Path, tensors: Iterator[tuple[str, Tensor]], entries: Ent
                 raise CheckpointError(f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)}")
             stream.seek(len(header) + places[name][0])
             # NumPy has no bf16; a tensor of no dims has no view of its bytes.
-            for block in blocks(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data):
-                stream.write(block)
+            write_blocks(stream, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             del tensor  # it would be held while the next one is made

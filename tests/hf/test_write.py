@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -46,6 +48,21 @@ def test_one_file_is_read_by_safetensors(tmp_path):
     with safe_open(tmp_path / SINGLE, framework="pt") as file:
         assert file.metadata() == {"format": "pt"} and set(file.keys()) == set(TENSORS)
         assert all(same_bits(file.get_tensor(name), tensor) for name, tensor in TENSORS.items())
+
+
+def test_nothing_is_held_of_a_tensor_when_the_next_is_asked_for(tmp_path):
+    def one_after_another():
+        held = None
+        for name in ("first", "second", "third"):
+            assert held is None or held() is None, f"a tensor is still held when {name} is made"
+            numbers = np.ones(1000, dtype=np.float32)
+            held = weakref.ref(numbers)
+            tensor = torch.from_numpy(numbers)
+            del numbers
+            yield name, tensor
+            del tensor
+
+    write_weights(tmp_path, one_after_another(), dict.fromkeys(("first", "second", "third"), (torch.float32, (1000,))))
 
 
 def test_tensors_are_aligned(tmp_path):
