@@ -15,6 +15,7 @@ from megatron_elastic.errors import ConfigError, ElasticError, raise_all
 from megatron_elastic.fit import LayoutSizes
 
 if TYPE_CHECKING:
+    import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
     from torch.distributed import ProcessGroup
 
@@ -147,6 +148,13 @@ class ParallelContext:
     def sizes(self) -> LayoutSizes:
         """The sizes of the layout, without this process' place in it."""
         return LayoutSizes(**{field.name: getattr(self, field.name) for field in fields(LayoutSizes)})
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors must be for a collective of this context's processes: this rank's GPU with nccl, else the CPU."""
+        import torch
+
+        return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
 
     @property
     def is_main(self) -> bool:

@@ -46,8 +46,7 @@ class StopSignal:
         import torch
         import torch.distributed as dist
 
-        device = torch.device("cuda", torch.cuda.current_device()) if parallel.backend == "nccl" else torch.device("cpu")
-        told = torch.tensor([self._number], device=device)
+        told = torch.tensor([self._number], device=parallel.device)
         dist.all_reduce(told, dist.ReduceOp.MAX, group=parallel.world)
         return int(told)
 

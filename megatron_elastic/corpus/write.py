@@ -117,6 +117,7 @@ class _Split:
     digest: Any = field(default_factory=hashlib.sha256)
 
     def add(self, ids: np.ndarray) -> None:
+        """Append a document: its ids [tokens], of the split's type."""
         self.builder.add_document(ids, [len(ids)])  # pyright: ignore[reportArgumentType] - any array will do
         self.documents += 1
         self.tokens += len(ids)

@@ -126,8 +126,7 @@ def _tokens_of(window: Sequence[MicroBatch], parallel: ParallelContext, size: in
     for number, row in enumerate(window):
         counts[number * parallel.data + parallel.data_rank] = (row.loss_mask > 0).sum()
     if parallel.data > 1:
-        device = torch.device("cuda", torch.cuda.current_device()) if parallel.backend == "nccl" else torch.device("cpu")
-        moved = counts.to(device)
+        moved = counts.to(parallel.device)
         dist.all_reduce(moved, group=parallel.dp)
         counts = moved.cpu()
     return counts
