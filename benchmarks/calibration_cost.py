@@ -1,8 +1,8 @@
 """What it costs to look at a model while it reads: calibration by each criterion against a plain forward over the same rows.
 
 Every variant reads the same rows of random tokens in the same model. The plain forward is `collect`'s own, without a hook: it stops at the
-final hidden states, so that no logits hide what observing costs. `activation`, `minitron` and `taylor` score widths alone, `reap` experts alone,
-`rank` is the default of `megatron-elastic rank` (activation and reap together). Variants take turns; ratios are paired.
+final hidden states, so that no logits hide what observing costs. `energy`, `activation`, `minitron` and `taylor` score widths alone, `reap` experts
+alone, `rank` is the default of `megatron-elastic rank` (energy and reap together). Variants take turns; ratios are paired.
 The last line of the output is one JSON object.
 
 Examples:
@@ -41,14 +41,15 @@ from megatron_elastic.train.schedule import map_microbatches
 FORMAT_VERSION = 1
 PLAIN = "forward"
 MOST = 1.25
-"""What is aimed at for `activation`, `reap` and both together."""
-AIMED = ("activation", "reap", "rank")
+"""What is aimed at for the criteria that run forward only, and for `rank` by default: `energy` and `reap` together."""
+AIMED = ("energy", "activation", "reap", "rank")
 WARM_UP = 1
 VARIANTS: Mapping[str, tuple[CriterionName, ExpertCriterion]] = {
+    "energy": (CriterionName.ENERGY, ExpertCriterion.RANDOM),
     "activation": (CriterionName.ACTIVATION, ExpertCriterion.RANDOM),
     "minitron": (CriterionName.MINITRON, ExpertCriterion.RANDOM),
     "reap": (CriterionName.RANDOM, ExpertCriterion.REAP),
-    "rank": (CriterionName.ACTIVATION, ExpertCriterion.REAP),
+    "rank": (CriterionName.ENERGY, ExpertCriterion.REAP),
     "taylor": (CriterionName.TAYLOR, ExpertCriterion.RANDOM),
 }
 

@@ -49,7 +49,7 @@ from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.space import build_space
 
 FORMAT_VERSION = 1
-DEFAULTS = {"widths": CriterionName.ACTIVATION.value, "experts": ExpertCriterion.REAP.value}
+DEFAULTS = {"widths": CriterionName.ENERGY.value, "experts": ExpertCriterion.REAP.value}
 """What `rank` uses where nobody asks for another."""
 MODELOPT = "modelopt"
 SIZES = {"widths": (1024, 16384, 4096), "experts": (256, 131072, 65536)}

@@ -39,8 +39,8 @@ def command(
         int | None, typer.Option(help=f"Tokens of a row; default: the recipe's first stage's, else up to {LONGEST_DEFAULT}.")
     ] = None,
     criterion: Annotated[
-        Literal["activation", "minitron", "taylor", "magnitude", "random"], typer.Option(help="What widths are ranked by.")
-    ] = "activation",
+        Literal["energy", "activation", "minitron", "taylor", "magnitude", "random"], typer.Option(help="What widths are ranked by.")
+    ] = "energy",
     experts: Annotated[Literal["reap", "frequency", "gate", "random"], typer.Option(help="What routed experts are ranked by.")] = "reap",
     depth_tokens: Annotated[int, typer.Option(help="Tokens to order layers on, about layers^2 / 2 times over; 0: no order.")] = 1024,
     data: DataOption = None,

@@ -6,7 +6,7 @@ The model runs as it is, in evaluation mode: without elasticity, dropout, recomp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from megatron_elastic.errors import UnsupportedError
 from megatron_elastic.importance.criteria import CRITERIA, CriterionName, ExpertCriterion, Statistics
 from megatron_elastic.importance.experts import ExpertObserver, ExpertRecord
 from megatron_elastic.importance.folding import ScoresByLayer, fold
-from megatron_elastic.importance.magnitude import observe_weights
+from megatron_elastic.importance.magnitude import times_weights, weight_norms
 from megatron_elastic.importance.observe import PartObserver
 from megatron_elastic.importance.places import Place, places_of
 from megatron_elastic.importance.ranking import score_shapes
@@ -55,7 +55,7 @@ def collect(
     parallel: ParallelContext,
     rows: Sequence[MicroBatch],
     *,
-    criterion: CriterionName | str = CriterionName.ACTIVATION,
+    criterion: CriterionName | str = CriterionName.ENERGY,
     experts: ExpertCriterion | str = ExpertCriterion.REAP,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
@@ -70,24 +70,22 @@ def collect(
     how = CRITERIA.get(name)
     device = next(parts[0].parameters()).device
     size = WINDOW * parallel.pipeline if parallel.pipeline > 1 else 1
-    statistics = None if how is None else Statistics(places_of(shape), how, rows=size * parallel.data, device=device)
     watched = shape.has("moe") and (chosen is not ExpertCriterion.RANDOM or (how is not None and how.needs != "weights"))
     observer = ExpertObserver(shape, parallel, device) if watched else None
     tokens = _count_tokens(rows, parallel)
+    statistics = None
+    if how is not None and how.needs != "weights":
+        statistics = Statistics(places_of(shape, how.needs), how, rows=size * parallel.data, device=device)
     seen: set[Place] = set()
-    if how is not None and how.needs == "weights":
-        assert statistics is not None
-        seen = set().union(*(observe_weights(statistics, part, shape, parallel) for part in parts))
-        statistics.reduce(parallel.world, torch.zeros(1))
-    hooked = None if how is None or how.needs == "weights" else statistics
-    if hooked is not None or watched:
-        watchers = [PartObserver(part, shape, parallel, hooked, observer) for part in parts]
-        _run(watchers, rows, parallel, shape, hooked, tokens, size, progress)
-        seen |= set().union(*(watcher.seen for watcher in watchers))
+    if statistics is not None or watched:
+        watchers = [PartObserver(part, shape, parallel, statistics, observer) for part in parts]
+        _run(watchers, rows, parallel, shape, statistics, tokens, size, progress)
+        seen = set[Place]().union(*(watcher.seen for watcher in watchers))
     scores: ScoresByLayer = {}
-    if statistics is not None:
-        _check_seen(seen, shape, parallel)
-        scores = fold(statistics.scores(), shape)
+    if how is not None:
+        observed, seen = (statistics.scores(), seen) if statistics is not None else weight_norms(parts, shape, parallel)
+        _check_seen(seen, places_of(shape, how.needs), parallel)
+        scores = fold(times_weights(observed, parts, shape, parallel) if how.times_weights else observed, shape)
     record = None if observer is None else observer.record(tokens)  # after the widths: what is no number is named where it begins
     if record is not None and chosen is not ExpertCriterion.RANDOM:
         scores[ElasticAxis.EXPERTS] = record.scores(chosen)
@@ -203,11 +201,11 @@ def _frozen(parts: Sequence[Any]) -> Iterator[None]:
             parameter.requires_grad_()
 
 
-def _check_seen(seen: set[Place], shape: ModelShape, parallel: ParallelContext) -> None:
-    """Raise UnsupportedError when no rank observed something that the shape has."""
+def _check_seen(seen: set[Place], wanted: Iterable[Place], parallel: ParallelContext) -> None:
+    """Raise UnsupportedError when no rank observed something that the model has."""
     everyone: list[set[Place]] = [set()] * parallel.world_size
     dist.all_gather_object(everyone, seen)
-    missing = [str(place) for place in places_of(shape) if place not in set().union(*everyone)]
+    missing = [str(place) for place in wanted if place not in set().union(*everyone)]
     if missing:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         raise UnsupportedError(

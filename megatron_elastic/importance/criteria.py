@@ -5,13 +5,15 @@ is that of the scores, and ranks that see different tokens or different entries 
 
 | name | measure | score |
 |---|---|---|
+| energy | a^2 | root of the mean over tokens, times the norm of the column of the weight that reads a, where one does: the size of what a component writes |
 | activation | abs(a) | mean over tokens |
 | minitron | abs(a) | mean over each row of tokens, squared, summed over the rows, root (NVIDIA Model-Optimizer's published statistic) |
 | taylor | abs(a da), da the gradient of the summed cross-entropy | mean over tokens (Molchanov et al., arXiv 1906.10771, with activations) |
 | magnitude | w^2, for a weight that reads the component | root of the sum |
 | random | | uniform |
 
-For every criterion `hidden` is the sum over all norms of the residual stream; Model-Optimizer leaves the final one out.
+For every criterion `hidden` is the sum over the norms before all sublayers. The final norm is left out, as Model-Optimizer does: its large weights
+would outvote the layers, and measured worse (benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -29,11 +31,14 @@ from torch.distributed import ProcessGroup
 from megatron_elastic.errors import DataError
 
 Key = TypeVar("Key", bound=Hashable)
+Needs = Literal["forward", "backward", "weights"]
+"""What an observation takes: a forward, a forward and a backward, or weights alone."""
 
 
 class CriterionName(StrEnum):
     """What widths are ranked by."""
 
+    ENERGY = "energy"
     ACTIVATION = "activation"
     MINITRON = "minitron"
     TAYLOR = "taylor"
@@ -58,17 +63,19 @@ class ExpertCriterion(StrEnum):
 class Criterion:
     """How entries are measured and their sums scored.
 
-    needs: what an observation takes: a forward, a forward and a backward, or weights alone. measure: (activation, gradient or None), each
+    needs: what an observation takes. measure: (activation, gradient or None), each
     [tokens, entries], to fp32 of the same shape. by_row: whether the sums of every row of tokens are kept apart until the row is complete.
     absorb: (sums [rows, entries], tokens [rows]) to what the rows add to the total [entries]. finish: (total, tokens of all rows) to scores.
+    times_weights: whether what a linear reads is worth its score times the norm of the weight's column.
     """
 
     name: CriterionName
-    needs: Literal["forward", "backward", "weights"]
+    needs: Needs
     measure: Callable[[Tensor, Tensor | None], Tensor]
     absorb: Callable[[Tensor, Tensor], Tensor]
     finish: Callable[[Tensor, float], Tensor]
     by_row: bool = False
+    times_weights: bool = False
 
 
 def _absolute(activation: Tensor, gradient: Tensor | None) -> Tensor:
@@ -100,9 +107,14 @@ def _root(total: Tensor, tokens: float) -> Tensor:
     return total.sqrt()
 
 
+def _root_mean(total: Tensor, tokens: float) -> Tensor:
+    return (total / tokens).sqrt()
+
+
 CRITERIA: Mapping[CriterionName, Criterion] = {
     criterion.name: criterion
     for criterion in (
+        Criterion(name=CriterionName.ENERGY, needs="forward", measure=_square, absorb=_total, finish=_root_mean, times_weights=True),
         Criterion(name=CriterionName.ACTIVATION, needs="forward", measure=_absolute, absorb=_total, finish=_mean),
         Criterion(name=CriterionName.MINITRON, needs="forward", measure=_absolute, absorb=_squared_means, finish=_root, by_row=True),
         Criterion(name=CriterionName.TAYLOR, needs="backward", measure=_first_order, absorb=_total, finish=_mean),

@@ -1,28 +1,43 @@
-"""The weights that read each component, for ranking without any text: large ones for what the model makes much use of."""
+"""The weights that read each component, for ranking without any text, and to weigh what text shows: large ones for what is made much use of."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_elastic.axes import ElasticAxis
-from megatron_elastic.importance.criteria import Statistics
+from megatron_elastic.importance.criteria import CRITERIA, CriterionName, Statistics
 from megatron_elastic.importance.mamba import local_slices
-from megatron_elastic.importance.places import END, Place
+from megatron_elastic.importance.places import READ, Place, places_of
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.shape import LAYER_KINDS, ModelShape
-from megatron_elastic.train.forward import output_weight
 
 Weight = tuple[Place, Tensor, int, bool]
 """(place, weight [outputs, entries], rank of the shard that its entries are, whether this is the copy that counts)."""
 
 
+def weight_norms(parts: Sequence[Any], shape: ModelShape, parallel: ParallelContext) -> tuple[dict[Place, Tensor], set[Place]]:
+    """Place -> norms [entries] of the weights that read its entries, and the places of this rank's parts. A collective of all processes."""
+    device = next(parts[0].parameters()).device
+    statistics = Statistics(places_of(shape, "weights"), CRITERIA[CriterionName.MAGNITUDE], device=device)
+    seen = set[Place]().union(*(_observe(statistics, part, shape, parallel) for part in parts))
+    statistics.reduce(parallel.world, torch.zeros(1))
+    return statistics.scores(), seen
+
+
+def times_weights(
+    scores: Mapping[Place, Tensor], parts: Sequence[Any], shape: ModelShape, parallel: ParallelContext
+) -> dict[Place, Tensor]:
+    """Scores of what linears read times the norms of their columns; those of other places as they are. A collective of all processes."""
+    norms, _ = weight_norms(parts, shape, parallel)
+    return {place: values * norms[place] if place.axis in READ else values for place, values in scores.items()}
+
+
 @torch.no_grad()
-def observe_weights(statistics: Statistics[Place], part: Any, shape: ModelShape, parallel: ParallelContext) -> set[Place]:
-    """Show `statistics` the weights of one part of this rank's model; returns the places that it has."""
+def _observe(statistics: Statistics[Place], part: Any, shape: ModelShape, parallel: ParallelContext) -> set[Place]:
     seen = set()
     for place, weight, rank, counts in _weights(part, shape, parallel):
         seen.add(place)
@@ -37,10 +52,6 @@ def _weights(part: Any, shape: ModelShape, parallel: ParallelContext) -> Iterato
         number = layer.layer_number - 1
         for kind in LAYER_KINDS[shape.layer_pattern[number]]:
             yield from _SUBLAYERS[kind](layer, number, parallel, mine)
-    if part.post_process:
-        norms = dict(part.decoder.named_children())
-        norm = norms["final_norm"] if "final_norm" in norms else norms["final_layernorm"]
-        yield Place(ElasticAxis.HIDDEN, None, END), output_weight(part) * norm.weight, 0, mine
 
 
 def _attention(layer: Any, number: int, parallel: ParallelContext, mine: bool) -> Iterator[Weight]:  # noqa: FBT001 - four of one signature

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from megatron_elastic.axes import ElasticAxis
+from megatron_elastic.importance.criteria import Needs
 from megatron_elastic.shape import LAYER_KINDS, ModelShape
 
 Side = Literal["input", "output", "norm", "write"]
@@ -16,7 +17,7 @@ Side = Literal["input", "output", "norm", "write"]
 class Place(NamedTuple):
     """Where entries of an axis are observed.
 
-    layer: global number from 0, None at the ends of the model. part: which of several there (a sublayer, an expert, B or C).
+    layer: global number from 0, None for the embedding. part: which of several there (a sublayer, an expert, B or C).
     """
 
     axis: ElasticAxis
@@ -24,20 +25,21 @@ class Place(NamedTuple):
     part: str = ""
 
     def __str__(self) -> str:
-        where = "the end of the model" if self.layer is None else f"layer {self.layer}"
+        if self.layer is None:
+            return f"the embedding, {self.axis.value}"
         what = {ElasticAxis.HIDDEN: f"the norm before {self.part}", ElasticAxis.MOE_FFN: f"expert {self.part}"}.get(self.axis, "")
-        return f"{where}, {self.axis.value}" + (f" ({what})" if what and self.layer is not None else "")
+        return f"layer {self.layer}, {self.axis.value}" + (f" ({what})" if what else "")
 
 
-END = "end"
-"""The part of the hidden channels' place outside the layers: the final norm, or the embedding (criteria with a backward)."""
+EMBEDDING = "embedding"
+"""The part of the hidden channels' place outside the layers: the embedding (criteria with a backward)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
     """Which side of a module an axis is observed at.
 
-    module: its name inside a layer ("" and a name with `decoder` or `embedding` at the ends), with one group for an expert's number.
+    module: its name inside a layer (of the whole model for `embedding`), with one group for an expert's number.
     side: its input, its output, what its own norm gives its linear ("norm"), or its write to the residual stream, bias included ("write").
     """
 
@@ -56,20 +58,21 @@ WIDTHS = (
     Site(r"mixer\.in_proj", ElasticAxis.MAMBA_STATE, "output"),
 )
 """Every axis but hidden. The experts' inputs are already multiplied by their gates (megatron does that before the second linear)."""
+READ = frozenset(site.axis for site in WIDTHS if site.side == "input")
+"""The axes that are observed as the input of a linear, which is all that reads them."""
 NORMS = (
     Site(r"self_attention\.linear_qkv", ElasticAxis.HIDDEN, "norm", "attention"),
     Site(r"mlp\.linear_fc1", ElasticAxis.HIDDEN, "norm", "mlp"),
     Site(r"pre_mlp_layernorm", ElasticAxis.HIDDEN, "output", "moe"),
     Site(r"mixer\.in_proj", ElasticAxis.HIDDEN, "norm", "mamba"),
-    Site(r"decoder\.final_(norm|layernorm)", ElasticAxis.HIDDEN, "output", END),
 )
-"""Hidden channels, forward only: what every norm of the residual stream gives."""
+"""Hidden channels, forward only: what the norm before every sublayer gives."""
 WRITES = (
     Site(r"self_attention", ElasticAxis.HIDDEN, "write", "attention"),
     Site(r"mlp", ElasticAxis.HIDDEN, "write", "mlp"),
     Site(r"mlp", ElasticAxis.HIDDEN, "write", "moe"),
     Site(r"mixer", ElasticAxis.HIDDEN, "write", "mamba"),
-    Site(r"embedding", ElasticAxis.HIDDEN, "write", END),
+    Site(r"embedding", ElasticAxis.HIDDEN, "write", EMBEDDING),
 )
 """Hidden channels with a gradient: every write to the residual stream, where the axis is masked, so that activation x gradient is the
 slope of the loss along the channel's mask."""
@@ -82,7 +85,7 @@ def sites_of(module: str, sites: tuple[Site, ...], layer: int | None, shape: Mod
     """
     for site in sites:
         match = re.fullmatch(site.module, module)
-        if match is None or (site.part == END) != (layer is None):
+        if match is None or (site.part == EMBEDDING) != (layer is None):
             continue
         part = str(first_expert + int(match[1])) if site.axis is ElasticAxis.MOE_FFN else site.part
         sublayers = (part,) if layer is None else LAYER_KINDS[shape.layer_pattern[layer]]
@@ -91,14 +94,18 @@ def sites_of(module: str, sites: tuple[Site, ...], layer: int | None, shape: Mod
         yield site, Place(site.axis, layer, part)
 
 
-def places_of(shape: ModelShape) -> dict[Place, int]:
-    """Every place of a model -> how many entries are observed there: channels of heads rather than heads, and so on."""
+def places_of(shape: ModelShape, needs: Needs) -> dict[Place, int]:
+    """Every place of a model -> how many entries are observed there: channels of heads rather than heads, and so on.
+
+    needs: of the criterion; with a backward the embedding is one of the places.
+    """
     places: dict[Place, int] = {}
     for layer, letter in enumerate(shape.layer_pattern):
         for part in LAYER_KINDS[letter]:
             places[Place(ElasticAxis.HIDDEN, layer, part)] = shape.hidden_size
             places |= {Place(axis, layer, name): size for axis, name, size in _inside(shape.at(layer), part)}
-    places[Place(ElasticAxis.HIDDEN, None, END)] = shape.hidden_size
+    if needs == "backward":
+        places[Place(ElasticAxis.HIDDEN, None, EMBEDDING)] = shape.hidden_size
     return places
 
 

@@ -27,7 +27,10 @@ def run(*arguments: str) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize(
     ("recipe", "variants"),
-    [("demo_dense", ["activation", "minitron", "taylor"]), ("demo_moe", ["activation", "minitron", "reap", "rank", "taylor"])],
+    [
+        ("demo_dense", ["energy", "activation", "minitron", "taylor"]),
+        ("demo_moe", ["energy", "activation", "minitron", "reap", "rank", "taylor"]),
+    ],
 )
 def test_every_criterion_is_timed(recipe: str, variants: list[str]) -> None:
     shape = RECIPES / f"{recipe}.yaml"

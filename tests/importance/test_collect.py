@@ -26,7 +26,7 @@ from megatron_elastic.testing.tiny import tiny_dense, tiny_moe, tiny_shape
 from tests.importance.calibration import ROWS, calibrated, plain, random_parts
 from tests.importance.rows import row, rows
 
-NAMES = ("activation", "minitron", "taylor", "magnitude")
+NAMES = ("energy", "activation", "minitron", "taylor", "magnitude")
 HYBRID, DENSE = tiny_shape(), tiny_dense(gated=False, tied_embeddings=True)
 GROUPED = tiny_moe(layer_pattern="TX")
 LAYOUTS: Mapping[str, tuple[ModelShape, Mapping[str, Any]]] = {
@@ -113,19 +113,26 @@ def test_scores_are_those_of_a_naive_loop(module: str, side: str, axis: ElasticA
     data = rows(HYBRID.vocab_size, ROWS, parallel)
     values, gradients = _captured(model.eval(), module, side, data, HYBRID)
     entries = values[0].shape[1]
-    sums = {name: torch.zeros(entries, dtype=torch.float64) for name in ("activation", "taylor", "minitron")}
+    sums = {name: torch.zeros(entries, dtype=torch.float64) for name in ("energy", "activation", "taylor", "minitron")}
     tokens = 0
     for batch, value, gradient in zip(data, values, gradients, strict=True):
         of_row, in_row = torch.zeros(entries, dtype=torch.float64), 0
         for token in range(len(value)):
             if batch.loss_mask[0, token] > 0:
                 of_row += value[token].abs()
+                sums["energy"] += value[token] ** 2
                 sums["taylor"] += (value[token] * gradient[token]).abs()
                 in_row += 1
         sums["activation"] += of_row
         sums["minitron"] += (of_row / in_row) ** 2
         tokens += in_row
-    expected = {"activation": sums["activation"] / tokens, "taylor": sums["taylor"] / tokens, "minitron": sums["minitron"].sqrt()}
+    column = model.get_submodule(module).weight.detach().double().square().sum(0).sqrt() if side == "input" else 1.0
+    expected = {
+        "energy": (sums["energy"] / tokens).sqrt() * column,
+        "activation": sums["activation"] / tokens,
+        "taylor": sums["taylor"] / tokens,
+        "minitron": sums["minitron"].sqrt(),
+    }
     for name, flat in expected.items():
         torch.testing.assert_close(
             alone(HYBRID)[name].scores[axis][layer], _components(flat, axis), rtol=2e-5, atol=0, msg=lambda text, n=name: f"{n}: {text}"
@@ -144,14 +151,14 @@ def _components(flat: torch.Tensor, axis: ElasticAxis) -> torch.Tensor:
     return flat
 
 
-def test_hidden_is_the_sum_over_every_norm_of_the_residual_stream(alone: Any, parallel: Any) -> None:
+def test_hidden_is_the_sum_over_the_norms_before_all_sublayers(alone: Any, parallel: Any) -> None:
     (model,) = random_parts(HYBRID, parallel)
-    total, tokens = torch.zeros(HYBRID.hidden_size, dtype=torch.float64), 0
+    absolute, squares = torch.zeros(2, HYBRID.num_layers, HYBRID.hidden_size, dtype=torch.float64)
+    tokens = 0
     streams: list[torch.Tensor] = []
-    handles = [layer.register_forward_pre_hook(lambda _, args, kwargs: streams.append(kwargs.get("hidden_states", *args)), with_kwargs=True)
-               for layer in model.decoder.layers]  # fmt: skip
-    handles.append(model.decoder.final_norm.register_forward_pre_hook(lambda _, args: streams.append(args[0])))
-    weights = [_norm_weight(layer) for layer in model.decoder.layers] + [model.decoder.final_norm.weight]
+    for layer in model.decoder.layers:
+        layer.register_forward_pre_hook(lambda _, args, kwargs: streams.append(kwargs.get("hidden_states", *args)), with_kwargs=True)
+    weights = [_norm_weight(layer) for layer in model.decoder.layers]
     from megatron_elastic.train.forward import hidden_states
 
     with torch.no_grad():
@@ -160,11 +167,13 @@ def test_hidden_is_the_sum_over_every_norm_of_the_residual_stream(alone: Any, pa
             hidden_states(model.eval(), batch)
             counted = batch.loss_mask[0] > 0
             tokens += int(counted.sum())
-            for stream, weight in zip(streams, weights, strict=True):
+            for layer, (stream, weight) in enumerate(zip(streams, weights, strict=True)):
                 x = stream[:, 0].double()
                 normed = x / (x.square().mean(-1, keepdim=True) + HYBRID.norm_epsilon).sqrt() * weight.double()
-                total += normed[counted].abs().sum(0)
-    torch.testing.assert_close(alone(HYBRID)["activation"].scores[ElasticAxis.HIDDEN][None], total / tokens, rtol=2e-5, atol=0)
+                absolute[layer] += normed[counted].abs().sum(0)
+                squares[layer] += normed[counted].square().sum(0)
+    for name, expected in {"activation": (absolute / tokens).sum(0), "energy": (squares / tokens).sqrt().sum(0)}.items():
+        torch.testing.assert_close(alone(HYBRID)[name].scores[ElasticAxis.HIDDEN][None], expected, rtol=2e-5, atol=0)
 
 
 def _norm_weight(layer: Any) -> torch.Tensor:
@@ -323,5 +332,5 @@ def test_what_nothing_observes_fails_by_name(monkeypatch: Any, parallel: Any) ->
 
     monkeypatch.setattr(observe, "WIDTHS", tuple(site for site in observe.WIDTHS if site.axis is not ElasticAxis.FFN))
     monkeypatch.setattr(observe, "NORMS", observe.NORMS[:-1])
-    with pytest.raises(UnsupportedError, match="nothing was observed at layer 3, ffn; the end of the model, hidden: "):
+    with pytest.raises(UnsupportedError, match=r"nothing was observed at layer 0, hidden \(the norm before mamba\); layer 3, ffn: "):
         collect(random_parts(PLANTED, parallel), PLANTED, parallel, rows(PLANTED.vocab_size, 2, parallel))

@@ -26,7 +26,9 @@ def naive(name: CriterionName) -> list[float]:
     scores = []
     for entry in range(ENTRIES):
         values = [(int(ROW[t]), float(ACTIVATION[t, entry]), float(GRADIENT[t, entry])) for t in range(TOKENS) if ROW[t] >= 0]
-        if name is CriterionName.ACTIVATION:
+        if name is CriterionName.ENERGY:
+            scores.append(math.sqrt(sum(a * a for _, a, _ in values) / len(values)))
+        elif name is CriterionName.ACTIVATION:
             scores.append(sum(abs(a) for _, a, _ in values) / len(values))
         elif name is CriterionName.TAYLOR:
             scores.append(sum(abs(a * g) for _, a, g in values) / len(values))
