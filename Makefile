@@ -24,10 +24,12 @@ LONGER += elastic/test_random_families.py elastic/test_measured.py elastic/test_
 check: lint ## For each edit, under 2 minutes: lint, types, the fast tests
 	@$(PYTEST) -q -x -m "not dist and not slow and not gpu" $(LONGER:%=--ignore=tests/%)
 
+LEFT_OUT := slow or gpu
+
 test: export OMP_NUM_THREADS := 1
 test: export TORCHDYNAMO_DISABLE := 1
 test: ## All tests but the slow ones
-	@$(PYTEST) -m "not slow and not gpu"
+	@$(PYTEST) -m "not ($(LEFT_OUT))" --durations=20 --durations-min=5
 
 test-parallel: export OMP_NUM_THREADS := 1
 test-parallel: export TORCHDYNAMO_DISABLE := 1
@@ -40,9 +42,9 @@ test-slow: export TORCHDYNAMO_DISABLE := 1
 test-slow: ## The slow tests
 	@$(PYTEST) -m "slow and not gpu"
 
-test-latest: ## The tests of `make test` on Python 3.12 and the latest megatron-core
+test-latest: ## The tests of `make test` on Python 3.12 and the latest megatron-core, without those that need one of the two
 	@python=$$(scripts/find_python.sh 3.12) || { echo "error: no working Python 3.12, tried python3.12 and pyenv; install one" >&2; exit 2; }; \
-	PYTHON=$$python $(MAKE) --no-print-directory test
+	PYTHON=$$python $(MAKE) --no-print-directory test LEFT_OUT="slow or gpu or one_release"
 
 gpu: ## For whoever has a GPU, three minutes: compare it with the CPU, masked with sliced, and time both (docs/gpu.md)
 	@$(RUN) python scripts/gpu_check.py

@@ -66,6 +66,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize(
     "page", [ROOT / "docs" / "tutorial.md", ROOT / "docs" / "cluster.md", ROOT / "README.md"], ids=lambda page: page.name
 )
