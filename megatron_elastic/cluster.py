@@ -139,11 +139,9 @@ def load_cluster(name_or_path: str) -> Cluster:
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):
         if name_or_path not in cluster_names():
-            raise ConfigError(_unknown(name_or_path))
+            raise ConfigError(f"--cluster {name_or_path!r} is not a cluster; {_remedy(name_or_path)}")
         path = CLUSTERS / f"{name_or_path}.yaml"
-    if not path.is_file():
-        raise ConfigError(f"--cluster {name_or_path!r}: there is no such file; clusters: {', '.join(cluster_names())}")
-    data = read_yaml(path, what="cluster")
+    data = read_yaml(path, what="cluster", remedy=_remedy(path.stem))
     CLUSTER.check(data, str(path))
     cluster = decode(Cluster, data, str(path))
     raise_all(ConfigError, cluster.problems(), str(path))
@@ -155,11 +153,12 @@ def cluster_names() -> list[str]:
     return sorted(path.stem for path in CLUSTERS.glob("*.yaml"))
 
 
-def _unknown(name: str) -> str:
+def _remedy(name: str) -> str:
+    """What to write instead of the name, or the name of a file, of a cluster that is not there."""
     names = cluster_names()
     near = difflib.get_close_matches(name, names, 1)
     known = f"did you mean {near[0]}?" if near else f"clusters: {', '.join(names)}" if names else "an installed package has none"
-    return f"--cluster {name!r} is not a cluster; {known}; or give the path of a YAML file"
+    return f"{known}; or give the path of a YAML file"
 
 
 def _seconds(text: str) -> int | None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_elastic.axes import ElasticSpace, Width
+from megatron_elastic.axes import ElasticAxis, ElasticSpace, Width
 from megatron_elastic.platform.versions import installed_release, interleaves_hybrid, sums_expert_gradients
 from megatron_elastic.shape import AttentionShape, ModelShape, MoeShape
-from megatron_elastic.space import attention_problems, context_problems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +127,53 @@ def space_problems(space: ElasticSpace, shape: ModelShape, sizes: LayoutSizes) -
         + attention_problems(shape, space, sizes.tensor)
         + context_problems(shape, space, sizes.tensor, sizes.context)
     )
+
+
+def attention_problems(shape: ModelShape, space: ElasticSpace, tensor: int) -> list[str]:
+    """Why `tensor` tensor-parallel ranks cannot share the query heads that a plan keeps; one line, or none.
+
+    With more ranks than KV groups a rank's rows of linear_qkv end inside a group, wherever they happen to (megatron-core gathers the
+    activations and cuts them again), so that no rank holds whole groups of heads. Other axes do not touch these rows.
+    """
+    if space.spec(ElasticAxis.HEADS) is None or shape.attention is None or tensor <= shape.attention.kv_groups:
+        return []
+    kv = shape.attention.kv_groups
+    return [
+        f"parallel.tensor {tensor} above model.attention.kv_groups {kv}: elastic.axes.heads cannot be cut there; lower parallel.tensor to {kv} or "
+        "less, or remove the axis"
+    ]
+
+
+def context_problems(shape: ModelShape, space: ElasticSpace | None, tensor: int, context: int) -> list[str]:
+    """Why `context` context-parallel ranks cannot share the Mamba layers of a model on `tensor` tensor-parallel ranks; one line each.
+
+    Tokens are exchanged for heads (megatron-core's MambaContextParallel): a rank scans whole SSM groups or, with more ranks than groups, an
+    equal share of the heads of one group, of which a plan keeps a prefix. Nothing else in a model is divided by context parallelism.
+    """
+    if not shape.has("mamba"):
+        return []
+    spec, found = space.spec(ElasticAxis.MAMBA_HEADS) if space is not None else None, []
+    for layer in shape.layers_with("mamba"):
+        mamba = shape.at(layer).mamba
+        assert mamba is not None and isinstance(mamba.heads, int)
+        groups = mamba.groups // tensor
+        if mamba.groups % tensor:
+            continue  # `model_problems` says so for every size that tensor parallelism divides
+        if max(groups, context) % min(groups, context):
+            found.append(
+                f"parallel.context {context}: a tensor-parallel rank has {groups} of the {mamba.groups} model.mamba.groups, and one number "
+                "must divide the other; change parallel.context or parallel.tensor"
+            )
+            continue
+        ranks = max(context // groups, 1)
+        widths = [("model.mamba.heads", mamba.heads)] + [("elastic.axes.mamba_heads", n) for n in (spec.choices[1:] if spec else ())]
+        found += [
+            f"parallel.context {context}: {ranks} ranks cannot share the {width // mamba.groups} heads of a group that {key} {width} keeps; "
+            f"use a multiple of {ranks * mamba.groups}, or lower parallel.context"
+            for key, width in widths
+            if width // mamba.groups % ranks
+        ]
+    return list(dict.fromkeys(found))
 
 
 def release_problems(shape: ModelShape, sizes: LayoutSizes) -> list[str]:

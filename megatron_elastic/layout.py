@@ -62,7 +62,7 @@ class Dim:
     def blocks(self, shards: int = 1) -> Iterator[tuple[Segment, int, int]]:
         """The segments of one of `shards` equal shards in their order: (segment, its entries here, its groups here).
 
-        shards: divides the repeats where there are several (`space.attention_problems` refuses the layouts that would cut a KV group).
+        shards: divides the repeats where there are several (`fit.attention_problems` refuses the layouts that would cut a KV group).
         """
         assert self.repeat == 1 or self.repeat % shards == 0, f"{shards} shards of {self.repeat} repeats"
         repeat, parts = (self.repeat // shards, 1) if self.repeat > 1 else (1, shards)

@@ -36,12 +36,15 @@ for _first in "-+0123456789":
     _Loader.yaml_implicit_resolvers[_first] = sorted(_Loader.yaml_implicit_resolvers[_first], key=lambda pair: not pair[0].endswith(":int"))
 
 
-def read_yaml(path: Path, *, what: str = "recipe") -> dict[str, Any]:
-    """The mapping in a YAML file. Raises ConfigError when the file is missing, is not YAML or holds something else; `what` names its kind."""
+def read_yaml(path: Path, *, what: str = "recipe", remedy: str = "see recipes/ for examples") -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    what: its kind in words; remedy: what to do when it is missing. Raises ConfigError for one that is missing, not YAML or something else.
+    """
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 - a SafeLoader with one more number format
     except FileNotFoundError:
-        raise ConfigError(f"no {what} at {str(path)!r}; see recipes/ for examples") from None
+        raise ConfigError(f"no {what} at {str(path)!r}; {remedy}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; give a file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -56,7 +59,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     data = copy.deepcopy(data)  # keeps the order of keys: the first budget is the parent
     for text in overrides:
         if text.startswith("@"):
-            for key, value in read_yaml(Path(text[1:]), what="file of overrides").items():
+            for key, value in _read_overrides(Path(text[1:])).items():
                 _assign(data, str(key), value, f"{text}: {key}")
             continue
         key, sign, value = text.partition("=")
@@ -64,6 +67,12 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
             raise ConfigError(f"override {text!r} must be key=value or @FILE, for example optimizer.clip_grad=0.5")
         _assign(data, key, _yaml_value(text, value), text)
     return data
+
+
+def _read_overrides(path: Path) -> dict[str, Any]:
+    """The mapping in the file of `@FILE`, named in full in errors: a shell leaves `~` after an `@` as it is."""
+    remedy = "write @ and a path, absolute or from the directory that the command is started in"
+    return read_yaml(path.absolute(), what="file of overrides", remedy=remedy)
 
 
 def _yaml_value(text: str, value: str) -> Any:

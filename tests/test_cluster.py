@@ -88,11 +88,14 @@ def test_mistakes_come_together(tmp_path):
 def test_a_cluster_that_is_not_there(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="--cluster 'h10' is not a cluster; did you mean h100\\?; or give the path of a YAML file"):
         load_cluster("h10")
-    with pytest.raises(ConfigError, match=r"--cluster 'my.yaml': there is no such file; clusters: cpu, h100"):
+    with pytest.raises(ConfigError, match="no cluster at 'my.yaml'; clusters: cpu, h100, h100_bare; or give the path of a YAML file"):
         load_cluster("my.yaml")
+    with pytest.raises(ConfigError, match=r"no cluster at 'elsewhere/h10.yml'; did you mean h100\?; or give the path of a YAML file"):
+        load_cluster("elsewhere/h10.yml")
     monkeypatch.setattr("megatron_elastic.cluster.CLUSTERS", tmp_path / "none")
-    with pytest.raises(ConfigError, match="an installed package has none; or give the path"):
-        load_cluster("h100")
+    for name in ("h100", "h100.yaml"):
+        with pytest.raises(ConfigError, match="an installed package has none; or give the path"):
+            load_cluster(name)
 
 
 def test_every_gpu_says_where_its_figures_are_from():

@@ -371,7 +371,10 @@ def test_a_file_of_overrides(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "no file of overrides at .*small.yaml"),
+        (
+            None,
+            "no file of overrides at '/.*/small.yaml'; write @ and a path, absolute or from the directory that the command is started in",
+        ),
         ("- 1", "a file of overrides is a mapping of keys, not list"),
         ("stages.middle.steps: 3", r"override '@.*small.yaml: stages.middle.steps': no stage is named 'middle'"),
         ("optimiser.clip_grad: 3", "optimiser is not a known key; did you mean optimizer"),
@@ -384,6 +387,12 @@ def test_files_of_overrides_that_are_none(tmp_path, text, message):
         file.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
         load_recipe(Path("recipes/demo_hybrid.yaml"), [f"@{file}"])
+
+
+def test_a_missing_file_of_overrides_is_named_in_full():
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(Path("recipes/demo_hybrid.yaml"), ["@~/small.yaml"])
+    assert f"no file of overrides at {str(Path.cwd() / '~' / 'small.yaml')!r}" in str(caught.value), "the shell leaves ~ after @ as it is"
 
 
 def test_a_directory_is_no_recipe(tmp_path):

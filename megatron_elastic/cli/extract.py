@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -63,16 +64,8 @@ def command(  # noqa: PLR0913 - one argument an option
     """
     from megatron_elastic.cli.show import counted
     from megatron_elastic.export.sources import open_source
-    from megatron_elastic.export.write import Options, with_recipe, write_member
+    from megatron_elastic.export.write import Options, with_recipe
 
-    asked = {"--plan": plan, "--budget": budget, "--target": target, "--nested": nested or None}
-    given = [name for name, value in asked.items() if value is not None]
-    of_hugging_face = {"--family": family, "--shard-gigabytes": shard_gigabytes}
-    if show:
-        of_writing = {"--out": out, "--format": format == "hf", "--homogenise": homogenise, "--dtype": dtype, **of_hugging_face}
-        _check_list_alone([*given, *(name for name, value in of_writing.items() if value not in (None, False))])
-    else:
-        _check_options(given, out, {} if format == "hf" else of_hugging_face)
     options = Options(
         hugging_face=format == "hf",
         family=family,
@@ -82,24 +75,75 @@ def command(  # noqa: PLR0913 - one argument an option
         shard_gigabytes=shard_gigabytes,
         watch=lambda member: counted(member, f"writing {out}"),
     )
+    choice = Choice(budget=budget, plan=plan, target=target, nested=nested)
+    _check_options(choice, out, options, show=show)
     model, known = with_recipe(open_source(source), recipe)
     if show or out is None:
         _list(model)
-        return
-    wanted = {"": None} if nested or (model.space is None and not given) else _plans(model, source, budget, plan, target, known)
-    directories = _directories(out, list(wanted))
-    _check_members(model, wanted, options)
-    for name, directory in directories.items():
-        for line in write_member(model, wanted[name], directory, options, budget=budget or name or None):
-            typer.echo(line)
+    else:
+        _write(model, out, choice.plans(model, source, known), options, budget)
 
 
-def _check_list_alone(given: list[str]) -> None:
-    """Raise ConfigError for options that --list does not look at."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The options that choose what is extracted, of which one can be given; none: every budget, or a model without a family as it is."""
+
+    budget: str | None
+    plan: Path | None
+    target: float | None
+    nested: bool
+
+    @property
+    def given(self) -> list[str]:
+        """Those that are given, as the user writes them."""
+        values = {"--plan": self.plan, "--budget": self.budget, "--target": self.target, "--nested": self.nested or None}
+        return [name for name, value in values.items() if value is not None]
+
+    def plans(self, model: Source, path: Path, recipe: Recipe | None) -> Mapping[str, SubmodelPlan | None]:
+        """Name -> plan (None: the whole model); the name is empty where `--out` itself is its directory. path: of the model, as it was given."""
+        if self.nested or (model.space is None and not self.given):
+            return {"": None}
+        if self.plan is not None:
+            return {"": read_plan(self.plan) if model.space is None else model.space.completed(read_plan(self.plan))}
+        if self.target is not None:
+            from megatron_elastic.export.interpolate import plan_at_target, recipe_of_run
+
+            return {"": plan_at_target(model, self.target, recipe_of_run(model) if recipe is None else recipe)}
+        from megatron_elastic.export.sources import choose_plans
+
+        plans = choose_plans(model.plans, self.budget, path)
+        return plans if self.budget is None else {"": plans[self.budget]}
+
+
+def _check_options(choice: Choice, out: Path | None, options: Options, *, show: bool) -> None:
+    """Raise ConfigError for options that contradict each other. show: whether PATH is only listed, which looks at none of them."""
     from megatron_elastic.errors import ConfigError
 
-    if given:
-        raise ConfigError(f"{' and '.join(given)}: --list writes nothing and shows every budget; leave out one or the other")
+    of_hugging_face = {"--family": options.family, "--shard-gigabytes": options.shard_gigabytes}
+    if show:
+        of_writing = {"--out": out, "--format": options.hugging_face, "--homogenise": options.homogenise, "--dtype": options.dtype}
+        unused = [name for name, value in (of_writing | of_hugging_face).items() if value not in (None, False)]
+        if given := choice.given + unused:
+            raise ConfigError(f"{' and '.join(given)}: --list writes nothing and shows every budget; leave out one or the other")
+        return
+    if len(choice.given) > 1:
+        raise ConfigError(f"{' and '.join(choice.given)} exclude each other; give one")
+    only_hf = [name for name, value in of_hugging_face.items() if value is not None]
+    if only_hf and not options.hugging_face:
+        raise ConfigError(f"{' and '.join(only_hf)}: only a Hugging Face directory has that; add --format hf, or leave it out")
+    if out is None:
+        raise ConfigError("--out is missing; name a directory to write, or add --list to look")
+
+
+def _write(model: Source, out: Path, plans: Mapping[str, SubmodelPlan | None], options: Options, budget: str | None) -> None:
+    """Write each plan to its directory in `out`, and print a line about it. budget: the name of the only one, where it was asked for by it."""
+    from megatron_elastic.export.write import write_member
+
+    directories = _directories(out, list(plans))
+    _check_members(model, plans, options)
+    for name, directory in directories.items():
+        for line in write_member(model, plans[name], directory, options, budget=budget or name or None):
+            typer.echo(line)
 
 
 def _check_members(model: Source, plans: Mapping[str, SubmodelPlan | None], options: Options) -> None:
@@ -120,18 +164,6 @@ def _check_members(model: Source, plans: Mapping[str, SubmodelPlan | None], opti
             family_to_write(model, shape, options.family)
 
 
-def _check_options(given: list[str], out: Path | None, of_hugging_face: Mapping[str, object]) -> None:
-    """Raise ConfigError for options that contradict each other. given: those that choose a member."""
-    from megatron_elastic.errors import ConfigError
-
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} exclude each other; give one")
-    if only_hf := [name for name, value in of_hugging_face.items() if value is not None]:
-        raise ConfigError(f"{' and '.join(only_hf)}: only a Hugging Face directory has that; add --format hf, or leave it out")
-    if out is None:
-        raise ConfigError("--out is missing; name a directory to write, or add --list to look")
-
-
 def _list(model: Source) -> None:
     from megatron_elastic.cli.show import print_table
     from megatron_elastic.describe import family_table, summary
@@ -149,22 +181,6 @@ def _directories(out: Path, names: list[str]) -> dict[str, Path]:
     taken = [f"{str(directory)!r} exists; choose another path or delete it" for directory in directories.values() if directory.exists()]
     raise_all(CheckpointError, taken, "--out")
     return directories
-
-
-def _plans(
-    model: Source, source: Path, budget: str | None, plan: Path | None, target: float | None, recipe: Recipe | None
-) -> dict[str, SubmodelPlan]:
-    """Name -> plan of what is asked for; the name is empty where `--out` itself is its directory."""
-    if plan is not None:
-        return {"": read_plan(plan) if model.space is None else model.space.completed(read_plan(plan))}
-    if target is not None:
-        from megatron_elastic.export.interpolate import plan_at_target, recipe_of_run
-
-        return {"": plan_at_target(model, target, recipe_of_run(model) if recipe is None else recipe)}
-    from megatron_elastic.export.sources import choose_plans
-
-    plans = choose_plans(model.plans, budget, source)
-    return plans if budget is None else {"": plans[budget]}
 
 
 def read_plan(path: Path) -> SubmodelPlan:

@@ -47,7 +47,7 @@ class ElasticMambaContextParallel(WholeRowContextParallel):
     """Counts the kept heads and channels, and hands the mixer the kept part of its convolution and per-head parameters.
 
     With context parallelism a rank's heads are an equal share of the kept ones: whole SSM groups, or, with more ranks than groups, an equal
-    share of each group's kept prefix (`space.context_problems`).
+    share of each group's kept prefix (`fit.context_problems`).
     """
 
     conv_site: Site

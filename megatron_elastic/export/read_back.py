@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +10,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_elastic.errors import CheckpointError, UnsupportedError
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """transformers draws no progress bars meanwhile."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
+from megatron_elastic.hf.bars import without_bars
 
 
 class TransformersModel:
@@ -50,7 +35,7 @@ class TransformersModel:
                 # It also raises time steps to the smallest of fresh weights, which neither its CUDA kernels nor megatron-core do. Above 0, as it
                 # takes the logarithm.
                 config.time_step_min = torch.finfo(torch.float32).tiny
-            with _without_bars():
+            with without_bars():
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     directory,
                     config=config,

@@ -16,6 +16,7 @@ import numpy as np
 from safetensors import SafetensorError
 
 from megatron_elastic.errors import CheckpointError, UnsupportedError, raise_all
+from megatron_elastic.hf.bars import without_bars
 from megatron_elastic.hf.card import card_header
 from megatron_elastic.hf.gguf_tokenizer import TokenizerKeys, save_tokenizer
 
@@ -104,9 +105,10 @@ def convert_gguf(source: Path, directory: Path) -> None:
     tokenizer = TokenizerKeys.read(fields)
     tokenizer.check(source)
     config = _config(source, fields, architecture, reader, tokenizer.special_ids())
-    model = _load(source, fields["general.architecture"], config, reader)
     try:
-        model.save_pretrained(directory)
+        with without_bars():  # one is left, of the long part: the de-quantisation draws its own
+            model = _load(source, fields["general.architecture"], config, reader)
+            model.save_pretrained(directory)
         save_tokenizer(tokenizer, directory, max_length=config.max_position_embeddings)
         if licence := {ours: fields[theirs] for theirs, ours in _LICENCE_KEYS.items() if theirs in fields}:
             (directory / "README.md").write_text(card_header(licence), encoding="utf-8")

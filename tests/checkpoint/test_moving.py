@@ -118,16 +118,23 @@ def begin_on_ranks(rank: int, world_size: int, shape: ModelShape, directory: str
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", ["TP2", "VPP2"])
-def test_moments_of_two_ranks_are_saved_under_the_names_of_one(ranks, parallel, tmp_path, layout):
-    """Trained apart, to rounding: what each rank's optimizer holds is saved as its own parameter's."""
+@pytest.mark.parametrize(("layout", "apart"), [("TP2", 1e-4), ("VPP2", 1e-6)])
+def test_moments_of_two_ranks_are_saved_under_the_names_of_one(ranks, parallel, tmp_path, layout, apart):
+    """Trained apart, to rounding: what each rank's optimizer holds is saved as its own parameter's.
+
+    apart: norm of the difference over the norm, about four times the largest of any tensor. VPP2 computes the same numbers but for the norm that
+    gradients are clipped by. TP2 adds up in another order, which changes a gradient g by about 1e-9. Adam's first step is g / (|g| + 1e-8) of the
+    learning rate, so the few weights with a g below 1e-8 come to differ by up to 2e-4, and with them every gradient of the second step by 3e-5.
+    """
     shape = SHAPES["moe"]
     begun(parallel, tmp_path / "one", shape)
     ranks(begin_on_ranks, 2, shape, str(tmp_path / "two"), layout)
     one, two = stored(tmp_path / "one"), stored(tmp_path / "two")
     assert one.keys() == two.keys()
-    for key in (key for key in one if "optimizer.state.exp_avg." in key):
-        torch.testing.assert_close(two[key], one[key], rtol=1e-2, atol=1e-3 * float(one[key].abs().max()), msg=key)
+    states = [key for key in one if key.startswith(("optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.", "optimizer.state.param."))]
+    assert len(states) >= 3 * 4 * 10  # of four layers, each with more than ten parameters
+    differences = {key: float((two[key] - one[key]).norm() / one[key].norm()) for key in states}
+    assert {key: value for key, value in differences.items() if not value <= apart} == {}
 
 
 @pytest.mark.dist

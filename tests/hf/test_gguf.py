@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import struct
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 import yaml
 from gguf import GGMLQuantizationType
 from tokenizers.pre_tokenizers import ByteLevel
@@ -147,6 +150,20 @@ def test_the_tokenizer_and_the_licence_come_along(write: Callable[..., Path]) ->
 def test_a_first_word_is_added_where_the_file_says_so(write: Callable[..., Path]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(converted(write(extra={"tokenizer.ggml.pre": "llama-bpe"})))
     assert tokenizer.convert_ids_to_tokens(tokenizer("the 12 it")["input_ids"]) == ["<s>", "t", "he", "Ġ", "12", "Ġit"]
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_transformers_draws_no_bars_that_can_be_switched_off(
+    shown: bool, write: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers.utils.logging, "_tqdm_active", shown)
+    for options in ({}, {"extra": {"llama.feed_forward_length": 80}}):
+        file = write(**options)
+        capsys.readouterr()
+        with pytest.raises(CheckpointError) if options else nullcontext():
+            converted(file)
+        assert set(re.findall(r"\r([\w -]+)", capsys.readouterr().err)) <= {"Converting and de-quantizing GGUF tensors"}
+        assert transformers.utils.logging.is_progress_bar_enabled() is shown, "as it was"
 
 
 def test_a_file_without_tokenizer_gives_a_directory_without_one(write: Callable[..., Path]) -> None:

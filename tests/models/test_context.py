@@ -14,6 +14,7 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_elastic.axes import ElasticAxis
+from megatron_elastic.fit import context_problems
 from megatron_elastic.models.build import build_model
 from megatron_elastic.models.config import model_configs
 from megatron_elastic.models.context import context_indices, natural_order
@@ -22,7 +23,7 @@ from megatron_elastic.models.local_layers import LocalDotProductAttention, docum
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.platform.versions import packed_documents
 from megatron_elastic.shape import MambaShape, ModelShape
-from megatron_elastic.space import build_space, context_problems
+from megatron_elastic.space import build_space
 from megatron_elastic.testing.tiny import randomize_, tiny_dense, tiny_moe, tiny_shape
 from tests.models.context_rows import LENGTHS, TOTAL, share_gradients
 
@@ -128,7 +129,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def test_context_parallelism_has_its_own_core_attention() -> None:
-    assert layer_set(tiny_dense(), Layers.LOCAL, 2).attention is LocalDotProductAttention
+    assert layer_set(tiny_dense(), Layers.LOCAL, torch.float32, 2).attention is LocalDotProductAttention
 
 
 def test_what_context_parallelism_cannot_divide_is_said() -> None:
