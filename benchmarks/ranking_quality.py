@@ -2,7 +2,7 @@
 
 `widths`: a dense model (SmolLM2-135M: docs/smollm2.md imports it) at shares of hidden, ffn, layers and heads, each alone and jointly, on code and on
 prose that calibration has not seen (`ranking_texts.py`); beside our criteria nvidia-modelopt's own Minitron scores, from an
-environment of its own (`modelopt_minitron/`). Layers are dropped in each one's own order: greedy by logits for ours, shuffled for `random`.
+environment of its own (`modelopt_minitron/`). Layers are dropped in each one's own order: greedy by divergence for ours, shuffled for `random`.
 `experts`: a mixture of experts (train one by `ranking_quality.yaml`) at shares of its experts, on the held-out split of its data.
 Rankings and points are kept in --directory, so a run that was stopped goes on, and another criterion costs its own points only.
 The last line of the output is one JSON object.
@@ -52,9 +52,10 @@ FORMAT_VERSION = 1
 DEFAULTS = {"widths": CriterionName.ENERGY.value, "experts": ExpertCriterion.REAP.value}
 """What `rank` uses where nobody asks for another."""
 MODELOPT = "modelopt"
-SIZES = {"widths": (1024, 16384, 4096), "experts": (256, 131072, 65536)}
+SIZES = {"widths": (1024, 16384, 4096), "experts": (256, 131072, 16384)}
 """Tokens of a row, to calibrate on, and of each text that is judged by."""
-DEPTH_TOKENS, DEPTH_ROW = 1024, 256
+DEPTH_TOKENS, DEPTH_ROW = 2048, 256
+"""Tokens to order layers on, and of each row of them, from the middle of a row to calibrate on: a file begins with its licence."""
 SEED = 1234
 
 
@@ -104,17 +105,18 @@ class Bench:
         else:
             layers = self._depth()
         scores = {**found.scores, ElasticAxis.LAYERS: {None: layers}}
-        return self._made({**found.criteria, ElasticAxis.LAYERS: "random" if name == CriterionName.RANDOM else "logit_mse"}, scores)
+        return self._made({**found.criteria, ElasticAxis.LAYERS: "random" if name == CriterionName.RANDOM else "kl"}, scores)
 
     def _depth(self) -> torch.Tensor:
         """One order for all criteria that have none of their own, computed once."""
 
         def make() -> Ranking:
             say("ranking: layers, greedily")
-            few = [row[: DEPTH_ROW + 1] for row in self.texts.calibration[: DEPTH_TOKENS // DEPTH_ROW]]
+            middle = self.options.sequence_length // 2
+            few = [row[middle : middle + DEPTH_ROW + 1] for row in self.texts.calibration[: DEPTH_TOKENS // DEPTH_ROW]]
             model = load_model(self.source, self.parallel)
             order = depth_order([model], self.source.shape, self.parallel, rows_of_documents(few, DEPTH_ROW), progress=_every(20))
-            return self._made({ElasticAxis.LAYERS: "logit_mse"}, {ElasticAxis.LAYERS: {None: order.scores()}})
+            return self._made({ElasticAxis.LAYERS: "kl"}, {ElasticAxis.LAYERS: {None: order.scores()}})
 
         stored = stored_ranking(self.options.directory, "depth", (self.fingerprint, self.texts.fingerprint), make)
         return stored.scores[ElasticAxis.LAYERS][None]

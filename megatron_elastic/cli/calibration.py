@@ -208,7 +208,7 @@ def _ranking(source: Source, path: Path, found: Collected, order: DepthOrder | N
 
     scores, criteria, extra = dict(found.scores), dict(found.criteria), {}
     if order is not None:
-        scores[ElasticAxis.LAYERS], criteria[ElasticAxis.LAYERS] = {None: order.scores()}, "logit_mse"
+        scores[ElasticAxis.LAYERS], criteria[ElasticAxis.LAYERS] = {None: order.scores()}, "kl"
         extra["depth"] = {"errors": list(order.errors), "influence": list(order.influence)}
     if found.experts is not None:
         extra["expert_tokens"] = {str(layer): counts.long().tolist() for layer, counts in found.experts.tokens.items()}

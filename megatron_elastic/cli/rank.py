@@ -42,7 +42,7 @@ def command(
         Literal["energy", "activation", "minitron", "taylor", "magnitude", "random"], typer.Option(help="What widths are ranked by.")
     ] = "energy",
     experts: Annotated[Literal["reap", "frequency", "gate", "random"], typer.Option(help="What routed experts are ranked by.")] = "reap",
-    depth_tokens: Annotated[int, typer.Option(help="Tokens to order layers on, about layers^2 / 2 times over; 0: no order.")] = 1024,
+    depth_tokens: Annotated[int, typer.Option(help="Tokens to order layers on, about layers^2 / 2 times over; 0: no order.")] = 2048,
     data: DataOption = None,
     text: FilesOption = None,
     tokenizer: TokenizerOption = None,
@@ -102,7 +102,7 @@ def _write(out: Path, ranked: Ranked) -> None:
     if order is not None:
         errors = [*(f"{value:.2g}" for value in order.errors), "-"]
         steps = ", ".join(f"{layer} ({error})" for layer, error in zip(order.drop_order, errors, strict=True))
-        typer.echo(f"layers, first dropped first (logit error without it and those before): {steps}")
+        typer.echo(f"layers, first dropped first (KL from the whole model without it and those before, nats per token): {steps}")
     typer.echo(f"wrote {out}")
 
 

@@ -1,15 +1,16 @@
-"""Which layers a model can do without: greedy removal by what it does to the logits.
+"""Which layers a model can do without: greedy removal by what it does to the predictions.
 
-A removed layer is the identity. Every step removes the layer whose removal, on top of those before it, changes the logits least: the sum of
-squared differences over the sum of squared logits of the whole model (Nemotron Elastic, arXiv 2511.16664, ranks layers so, one at a time;
-here again after every removal, because layers stand in for each other). Candidates are tried in the order of their block influence, 1 - cosine of a
-layer's input and output (ShortGPT, arXiv 2403.03853), then of what they did before; one is given up as soon as it is worse than the best.
-
-Logits are never made: they are linear in the final hidden states, |h W^T|^2 = h (W^T W) h^T.
+A removed layer is the identity. Every step removes the layer whose removal, on top of those before it, changes the next word's distribution least:
+KL(whole model || without them), nats per token. Nemotron Elastic (arXiv 2511.16664) ranks layers by the normalised squared error of the logits, one
+at a time; here again after every removal, because layers stand in for each other, and by the divergence, because that is what distillation
+starts from and a squared error is mostly that of words nobody expects (benchmarks/README.md compares). Candidates are tried in the order of their
+block influence, 1 - cosine of a layer's input and output (ShortGPT, arXiv 2403.03853), then of what they did before; one is given up as soon as
+it is worse than the best.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_elastic.axes import ElasticAxis, ElasticSpace
+from megatron_elastic.distill.losses import OutputLossTerms
 from megatron_elastic.elastic.attach import elasticize
 from megatron_elastic.elastic.decision import Decision
 from megatron_elastic.errors import DataError
@@ -29,19 +31,17 @@ from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.shape import ModelShape
 from megatron_elastic.space import build_space
 from megatron_elastic.train.data import MicroBatch, share_of_context
-from megatron_elastic.train.forward import output_weight
+from megatron_elastic.train.forward import batch_loss
 from megatron_elastic.train.schedule import map_microbatches
 
-WEIGHT_ROWS = 4096
-"""Words of the output weight that are multiplied at a time."""
 IN_FLIGHT = 4
 """Microbatches in flight for each rank of a pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
 class DepthOrder:
-    """drop_order: layers (from 0), first dropped first, all of them. errors: normalised logit MSE after each removal but the last, which leaves
-    no layer. influence: 1 - cosine of every layer's input and output, in the order of the layers."""
+    """drop_order: layers (from 0), first dropped first, all of them. errors: divergence from the whole model, nats per token, after each removal but
+    the last, which leaves no layer. influence: 1 - cosine of every layer's input and output, in the order of the layers."""
 
     drop_order: tuple[int, ...]
     errors: tuple[float, ...]
@@ -63,7 +63,7 @@ def depth_order(
     """The order in which layers of a model are dropped, on every rank. A collective of all processes.
 
     parts, rows: as for `collect`; about layers^2 / 2 forwards over the rows at most, so let them be few. progress: candidates tried, of how
-    many. Raises DataError when no token counts or the logits are no numbers.
+    many. Raises DataError when no token counts or the predictions are no numbers.
     """
     layers = shape.num_layers
     shares = [share_of_context(row, parallel) for row in rows]
@@ -71,7 +71,7 @@ def depth_order(
     influence = _influence(parts, shape, parallel, shares)
     handle = elasticize(parts, space, parallel, shape)
     try:
-        reference = _Reference(parts, parallel, shares)
+        reference = _Reference(parts, shape.vocab_size, parallel, shares)
 
         def error(dropped: frozenset[int], limit: float) -> float:
             with handle.use(_without(space, dropped)):
@@ -111,69 +111,55 @@ def _greedy(
 
 
 class _Reference:
-    """The whole model's final hidden states and what its logits weigh, on the last stage; how far other states of the model are from them."""
+    """The whole model's final hidden states, on the last stage, and how far the predictions of other states of the model are from its own."""
 
-    def __init__(self, parts: Sequence[Any], parallel: ParallelContext, shares: Sequence[MicroBatch]) -> None:
+    def __init__(self, parts: Sequence[Any], vocab_size: int, parallel: ParallelContext, shares: Sequence[MicroBatch]) -> None:
         self._parts, self._parallel, self._shares = parts, parallel, shares
+        self._terms = OutputLossTerms(vocab_size=vocab_size, kl_weight=1.0, ce_weight=0.0)
         self._size = IN_FLIGHT * parallel.pipeline if parallel.pipeline > 1 else 1
-        self._gram = _gram(parts[-1], parallel) if parallel.is_last_stage else None
+        self._tokens = self._sum([(share.loss_mask > 0).sum() for share in shares])
+        if self._tokens == 0:
+            raise DataError("there are no tokens to order layers on: the loss mask leaves none; use other data or more tokens")
         self._states = [states for start in self._starts for states in self._run(start)]
-        self._energy = sum(
-            self._difference(start, self._of(start), [torch.zeros_like(one) for one in self._of(start)]) for start in self._starts
-        )
-        if not 0 < self._energy < float("inf"):
-            raise DataError(f"the logits of the whole model have a squared norm of {self._energy:g} on this text: no tokens, or no numbers")
+        if not math.isfinite(own := self.error(math.inf)):
+            raise DataError(
+                f"the predictions of the whole model diverge from themselves by {own}; look at the model with `megatron-elastic eval`"
+            )
 
     @property
     def _starts(self) -> range:
         return range(0, len(self._shares), self._size)
 
     def error(self, limit: float) -> float:
-        """Normalised squared error of the model's logits as it is now; above `limit` it may be that of the first rows alone."""
+        """Divergence of the model's predictions as it is now, nats per token; above `limit` it may be that of the first rows alone."""
         found = 0.0
         for start in self._starts:
-            found += self._difference(start, self._run(start), self._of(start)) / self._energy
+            found += self._divergence(start, self._run(start)) / self._tokens
             if found > limit:  # the same number on every rank
                 break
         return found
 
-    def _of(self, start: int) -> list[Tensor]:
-        return self._states[start : start + self._size]
-
     def _run(self, start: int) -> list[Tensor]:
-        """Final states [tokens, hidden] of the microbatches from `start` on; [] but on the last stage."""
+        """Final states [tokens of this rank, 1, hidden] of the microbatches from `start` on; [] but on the last stage."""
         window = self._shares[start : start + self._size]
-        return map_microbatches(self._parts, self._parallel, window, partial(_whole_states, self._parallel))
+        return map_microbatches(self._parts, self._parallel, window, lambda batch, hidden: hidden)
 
-    def _difference(self, start: int, states: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-        """Squared norm of the difference of two states' logits over all ranks' tokens that count."""
-        total = torch.zeros((), dtype=torch.float64, device=next(self._parts[0].parameters()).device)
-        if self._gram is not None and self._parallel.tensor_rank == 0:  # the others have the same states
-            for share, one, other in zip(self._shares[start : start + self._size], states, others, strict=True):
-                difference = (one.double() - other.double())[share.loss_mask[0].to(one.device) > 0]
-                total += ((difference @ self._gram) * difference).sum()
+    @torch.no_grad()
+    def _divergence(self, start: int, states: Sequence[Tensor]) -> float:
+        """KL(whole model || states) over all ranks' tokens of some microbatches that count."""
+        return self._sum([self._kl(number, hidden) for number, hidden in enumerate(states, start)])
+
+    def _kl(self, number: int, hidden: Tensor) -> Tensor:
+        last, whole = self._parts[-1], self._states[number]
+        return batch_loss(last, hidden, self._shares[number], self._terms, last, whole, self._parallel).kl
+
+    def _sum(self, values: Sequence[Tensor]) -> float:
+        """Over all ranks, of which those of a tensor-parallel group know the same and the stages before the last do not count. A collective."""
+        total = torch.zeros((), dtype=torch.float64, device=self._parallel.device)
+        if self._parallel.is_last_stage and self._parallel.tensor_rank == 0:
+            total += sum(value.double() for value in values)
         dist.all_reduce(total, group=self._parallel.world)
         return float(total)
-
-
-def _whole_states(parallel: ParallelContext, batch: MicroBatch, hidden: Tensor) -> Tensor:
-    if parallel.sequence_parallel:
-        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=parallel.tp)
-    return hidden[:, 0]
-
-
-@torch.no_grad()
-def _gram(part: Any, parallel: ParallelContext) -> Tensor:
-    """W^T W [hidden, hidden] of the output weight, in fp64; a collective of the tensor-parallel group. Padded words are weights like any other."""
-    weight = output_weight(part)
-    gram = torch.zeros(weight.shape[1], weight.shape[1], dtype=torch.float64, device=weight.device)
-    for piece in weight.split(WEIGHT_ROWS):
-        gram += piece.double().T @ piece.double()
-    if parallel.tensor > 1:
-        dist.all_reduce(gram, group=parallel.tp)
-    return gram
 
 
 def _influence(parts: Sequence[Any], shape: ModelShape, parallel: ParallelContext, shares: Sequence[MicroBatch]) -> list[float]:

@@ -102,8 +102,8 @@ SOMETIMES: tuple[tuple[Callable[[RunRecord, Path], bool], Plot], ...] = (
         Plot(
             "importance_depth.png",
             "What the parent loses without its layers",
-            "Left, layers dropped one after the other, each time the one that is missed least: the squared difference of the logits over the squared "
-            "logits; at the dashed line the error is as large as the logits themselves. Right, how far each layer alone turns what passes it: 1 - cosine of its input and output.",
+            "Left, layers dropped one after the other, each time the one that is missed least: how far the predictions are from the whole "
+            "model's, KL in nats per token. Right, how far each layer alone turns what passes it: 1 - cosine of its input and output.",
         ),
     ),
     (

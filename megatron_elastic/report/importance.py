@@ -25,7 +25,7 @@ class Importance:
 
     criteria: axis -> name of the criterion. scores: axis -> layer (None: of the whole model) -> fp64, best is highest, sizes as in
     `importance.ranking.score_shapes`; without `layers`. text, tokens: what they are from, None: nobody says.
-    drop_order: layers, first dropped first; errors: normalised logit error after each removal but the last; influence: of every layer, 1 - cosine
+    drop_order: layers, first dropped first; errors: divergence (nats per token) after each removal but the last; influence: of every layer, 1 - cosine
     of its input and output; all three empty when layers were not ranked. routed: layer -> tokens routed to each expert, empty when nobody counted.
     """
 

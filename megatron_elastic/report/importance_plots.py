@@ -12,7 +12,7 @@ import numpy as np
 from megatron_elastic.axes import ElasticAxis
 from megatron_elastic.report.importance import COLUMNS, Importance, over_best, over_mean, spread_by_layer
 from megatron_elastic.report.record import RunRecord
-from megatron_elastic.report.style import PARENT_COLOUR, drawing, heat_map
+from megatron_elastic.report.style import drawing, heat_map
 
 ERROR_COLOUR, INFLUENCE_COLOUR = "#D55E00", "#0072B2"
 MOST_TICKS = 14
@@ -49,7 +49,7 @@ def _numbers(by_layer: Iterable[int | None]) -> list[int]:
 
 
 def plot_depth(record: RunRecord, path: Path) -> bool:
-    """The logit error as layers are dropped one after the other, and beside it the influence of each. False, and no file, where layers were not ranked."""
+    """The divergence as layers are dropped one after the other, and beside it the influence of each. False, and no file, where layers were not ranked."""
     importance = record.importance
     if importance is None or not importance.errors:
         return False
@@ -67,11 +67,10 @@ def plot_depth(record: RunRecord, path: Path) -> bool:
 def _draw_curve(axes: Any, importance: Importance, pattern: str) -> None:
     errors = importance.errors
     axes.plot(range(1, len(errors) + 1), errors, color=ERROR_COLOUR, marker="o")
-    axes.axhline(1, color=PARENT_COLOUR, linestyle="--", linewidth=1)
     if min(errors) > 0:
         axes.set_yscale("log")
     _name_layers(axes, importance.drop_order[: len(errors)], pattern, start=1)
-    axes.set(xlabel="layer dropped, after those to its left", ylabel="squared logit error / the logits' own")
+    axes.set(xlabel="layer dropped, after those to its left", ylabel="KL from the whole model (nats per token)")
 
 
 def _name_layers(axes: Any, layers: Sequence[int], pattern: str, *, start: int) -> None:

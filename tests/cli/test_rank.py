@@ -73,7 +73,7 @@ def test_a_recipe_on_one_process_and_on_two_gives_the_same_ranking(root: Path) -
     assert one.provenance["model"]["fingerprint"] == two.provenance["model"]["fingerprint"]
     assert one.provenance["tokens"] == two.provenance["tokens"] == 144
     assert len(one.provenance["depth"]["errors"]) == SHAPE.num_layers - 1
-    assert one.criteria[ElasticAxis.LAYERS] == "logit_mse" and one.criteria[ElasticAxis.EXPERTS] == "reap"
+    assert one.criteria[ElasticAxis.LAYERS] == "kl" and one.criteria[ElasticAxis.EXPERTS] == "reap"
 
 
 def test_a_path_is_ranked_on_text_and_says_which_model_it_is_of(root: Path) -> None:
@@ -108,7 +108,7 @@ def told_in_a_window() -> None:
 
 
 def told_while_layers_are_tried() -> None:
-    """Be told while the third layer is left out."""
+    """Be told while the second layer is left out, after the whole model has been compared with itself."""
     from megatron_elastic.importance import depth
 
     difference, tried = depth._Reference.error, []

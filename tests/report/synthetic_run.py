@@ -141,7 +141,7 @@ def write_importance(directory: Path, *, without: tuple[str, ...] = (), **proven
     scores = {axis: {layer: torch.rand(size, generator=generator) for layer, size in found.items()} for axis, found in sizes.items()}
     if ElasticAxis.LAYERS in scores:
         scores[ElasticAxis.LAYERS] = {None: torch.tensor(DROPPED).argsort().double()}
-    names = {ElasticAxis.EXPERTS: "reap", ElasticAxis.LAYERS: "logit_mse"}
+    names = {ElasticAxis.EXPERTS: "reap", ElasticAxis.LAYERS: "kl"}
     said = {
         "model": {"path": "somewhere", "fingerprint": "0"},
         "data": "a text",

@@ -85,7 +85,7 @@ def test_the_page_shows_it_and_says_what_it_is_from(shown):
     assert len(images) == len(list(plots.glob("*.png"))) == 8
     told = dict(zip(parsed.texts("dt"), parsed.texts("dd"), strict=True))["Parent ranked by"]
     assert told.startswith("activation (hidden, ffn, ") and told.endswith(
-        "; reap (experts); logit_mse (layers) on 4,096 tokens of a text, before it was sorted"
+        "; reap (experts); kl (layers) on 4,096 tokens of a text, before it was sorted"
     )
 
 
