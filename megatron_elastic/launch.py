@@ -54,6 +54,7 @@ def rank_variables(cluster: Cluster | None, parallel: ParallelConfig | None) -> 
     if cluster is None:
         return found
     if cluster.device == "cpu":
+        found.append(Variable("CUDA_VISIBLE_DEVICES", "", "a process computes on the GPU of its number wherever it sees one"))
         found.append(Variable("TORCHDYNAMO_DISABLE", "1", "torch's compiler asks for the properties of a CUDA device"))
     elif parallel is not None and max(parallel.tensor, parallel.context) > 1 and not (cluster.hardware and cluster.hardware.blackwell):
         reason = "before Blackwell, tensor and context parallelism overlap with computation only when kernels start in the order they are queued in"

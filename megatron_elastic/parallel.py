@@ -32,7 +32,8 @@ class ParallelContext:
     virtual_pipeline: parts of the model on each pipeline rank, taken in turn (the interleaved schedule); 1: one part.
     sequence_parallel: whether norms and the residual stream are divided over the tensor-parallel ranks by tokens.
     dispatcher: how tokens reach their experts, "alltoall" or "allgather".
-    *_rank: this process' position along it. rank, world_size: of all processes. backend: "gloo" or "nccl".
+    *_rank: this process' position along it. rank, world_size: of all processes.
+    device: where this process computes, and where a tensor must be for a collective: its GPU, or the CPU.
     groups: megatron-core's collection, handed to every module it builds.
     """
 
@@ -53,7 +54,7 @@ class ParallelContext:
     expert_tensor_rank: int
     context_rank: int
     data_rank: int
-    backend: str
+    device: torch.device
     groups: ProcessGroupCollection
     owns_processes: bool
     """Whether this context started torch.distributed, and so ends it."""
@@ -70,20 +71,21 @@ class ParallelContext:
         virtual_pipeline: int = 1,
         sequence_parallel: bool | None = None,
         dispatcher: Literal["alltoall", "allgather"] = "alltoall",
-        backend: str = "gloo",
         seed: int = 1234,
     ) -> ParallelContext:
         """Start torch.distributed where it is not running, form megatron-core's groups and seed its random states.
 
-        Processes come from the usual environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); without RANK there is one process.
+        Processes come from the usual environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT); without RANK there is one process.
+        A process computes on the GPU of its number on this node (`place_of`), and on the CPU where it sees none: CUDA_VISIBLE_DEVICES= hides them.
         expert_tensor: tensor parallelism of the experts; None means `tensor` without expert parallelism and 1 with it.
         sequence_parallel: None means with tensor parallelism.
         seed: of megatron-core's random states; weights do not depend on it.
-        Raises ConfigError when the world cannot be divided this way.
+        Raises ConfigError when the world cannot be divided this way, or there is no GPU for this process where there are some.
         """
         from megatron_elastic.platform import prepare_platform
 
         prepare_platform()
+        import torch
         import torch.distributed as dist
         from megatron.core import parallel_state
         from megatron.core.process_groups_config import ProcessGroupCollection
@@ -99,9 +101,12 @@ class ParallelContext:
             expert_tensor=expert_tensor,
             context=context,
         )
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        device = torch.device(place_of(int(os.environ.get("LOCAL_RANK", "0")), gpus))
         owns = not dist.is_initialized()
+        compute_on(device)  # before there is a group: NCCL, megatron-core and "cuda" without a number take the current one
         if owns:
-            _start_processes(backend)
+            _start_processes("nccl" if device.type == "cuda" else "gloo")
         world = dist.get_world_size()
         try:
             raise_all(ConfigError, sizes.problems() + sizes.process_problems(world), "layout")
@@ -115,7 +120,7 @@ class ParallelContext:
             context_parallel_size=context,
             expert_model_parallel_size=expert,
             expert_tensor_parallel_size=sizes.expert_tensor,
-            create_gloo_process_groups=dist.get_backend() != "fake",  # torch's fake ranks, for tests of layouts, have no other backend
+            create_gloo_process_groups=False,  # for an optimizer that gathers its state on the CPU, as ours does not
             distributed_timeout_minutes=COLLECTIVE_MINUTES,  # pyright: ignore[reportArgumentType] - it makes a timedelta of it
         )
         model_parallel_cuda_manual_seed(seed)
@@ -131,7 +136,7 @@ class ParallelContext:
             expert_tensor_rank=groups.expt_tp.rank(),
             context_rank=groups.cp.rank(),
             data_rank=groups.dp.rank(),
-            backend=backend,
+            device=device,
             groups=groups,
             owns_processes=owns,
         )
@@ -148,13 +153,6 @@ class ParallelContext:
     def sizes(self) -> LayoutSizes:
         """The sizes of the layout, without this process' place in it."""
         return LayoutSizes(**{field.name: getattr(self, field.name) for field in fields(LayoutSizes)})
-
-    @property
-    def device(self) -> torch.device:
-        """Where tensors must be for a collective of this context's processes: this rank's GPU with nccl, else the CPU."""
-        import torch
-
-        return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
 
     @property
     def is_main(self) -> bool:
@@ -239,6 +237,29 @@ class ParallelContext:
         if len({text for _, text in failed.values()}) > 1:
             message = "\n".join(f"rank {rank}: {text}" for rank, (_, text) in failed.items())
         raise kind(message) from error
+
+
+def place_of(local_rank: int, gpus: int) -> str:
+    """The device of process `local_rank` of a node, of which it sees `gpus` GPUs: that of its number, or "cpu" where there is none.
+
+    Raises ConfigError when there are GPUs, but fewer than processes: two on one would halve both, and NCCL refuses them.
+    """
+    if gpus == 0:
+        return "cpu"
+    if local_rank >= gpus:
+        raise ConfigError(
+            f"process {local_rank} of this node (LOCAL_RANK) has no GPU: {gpus} {'is' if gpus == 1 else 'are'} visible; start at most {gpus} "
+            "a node (gpus_per_node of the cluster file), or set CUDA_VISIBLE_DEVICES= to compute on the CPU"
+        )
+    return f"cuda:{local_rank}"
+
+
+def compute_on(device: torch.device) -> None:
+    """Make `device` this thread's current GPU; nothing for the CPU. Every thread begins on GPU 0, and whatever it asks of CUDA takes memory there."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def dissolve_groups() -> None:

@@ -1,8 +1,9 @@
 """What a machine with a GPU can tell about this project in three minutes: `make gpu`.
 
 Tiny models of every kind of parent are built with the local layers and, where Transformer Engine is installed, with its layers. Each is compared with the same
-model on the CPU (logits and gradients), a half-width plan in mask mode with the same in slice mode, and one larger model is timed. What a
-package that is not installed would be needed for is named and skipped.
+model on the CPU (logits and gradients), a half-width plan in mask mode with the same in slice mode, and one larger model is timed. Then each is trained a
+little, as `megatron-elastic train` does it, and the losses are compared with the CPU's. What a package that is not installed would be needed for
+is named and skipped.
 Exit code: 0 all agree, 1 something does not, 2 there is no CUDA device or the time is up.
 
 Run: scripts/run.sh python scripts/gpu_check.py
@@ -17,19 +18,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_elastic.axes import ElasticAxis, ElasticSpace
 from megatron_elastic.platform import prepare_platform
+from megatron_elastic.recipe import DistillConfig, ElasticConfig, OptimizerConfig, PinnedBudget, Recipe, RouterConfig, StageConfig
 from megatron_elastic.shape import AttentionShape, MlpShape, ModelShape
-from megatron_elastic.space import AXES, build_space, parent_plan
+from megatron_elastic.space import AXES, AxisChoices, build_space, parent_plan
 from megatron_elastic.testing.tiny import randomize_, tiny_dense, tiny_moe, tiny_shape
+
+if TYPE_CHECKING:
+    from megatron_elastic.train.data import MicroBatch
 
 SECONDS = 180.0
 PACKAGES = ("megatron-core", "torch", "transformer-engine", "mamba-ssm", "causal-conv1d", "megatron-elastic")
@@ -37,6 +42,10 @@ SHAPES: dict[str, Callable[[], ModelShape]] = {"dense": tiny_dense, "moe": tiny_
 SHARD_GROUPS = 4
 TOLERANCE = 2e-3
 """Largest relative difference (norm of the difference over the norm): fp32 on both sides, other kernels and another order of sums."""
+BF16_TOLERANCE = 5e-2
+"""The same for losses of a model in bf16 against one in fp32."""
+SEQUENCE, BATCH, STEPS = 24, 2, 2
+"""Of what is trained: tokens of a sample, samples of a step, elastic steps."""
 TOKENS, REPEATS = 2048, 5
 """Of the timed model: tokens of a sequence, forwards and backwards of each way."""
 
@@ -56,6 +65,14 @@ Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """Logits and gradients by name, on the CPU."""
 
 
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What came of a few training steps. losses: of every step, by budget and together; divergence: KL(parent || full budget) before the elastic ones."""
+
+    losses: list[dict[str, float]]
+    divergence: float
+
+
 def main() -> int:
     """Check, print one table, and return the exit code."""
     if not torch.cuda.is_available():
@@ -67,7 +84,8 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            rows = check(torch.device("cuda"), cpu_results(Path(folder)), started)
+            results, trained = cpu_results(Path(folder))
+            rows = check(results, started) + check_training(trained, started)
         except TimeoutError as error:
             print(error, file=sys.stderr)
             return 2
@@ -77,20 +95,20 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def check(device: torch.device, expected: dict[str, Result], started: float) -> list[Row]:
-    """Every row of the table for the models on `device`.
+def check(expected: dict[str, Result], started: float) -> list[Row]:
+    """The rows of the table for models that are run, on the GPU (or, for tests, on the CPU where there is none).
 
     expected: the results of the CPU, by parent; one that is not there is compared with itself only.
     """
     from megatron_elastic.parallel import ParallelContext
     from megatron_elastic.platform.te import transformer_engine
 
-    parallel = ParallelContext.initialize(backend="nccl" if device.type == "cuda" else "gloo")
-    rows: list[Row] = []
+    parallel = ParallelContext.initialize()
+    rows, device = [], parallel.device
     try:
         for layers in ("local",) if transformer_engine() is None else ("local", "te"):
             for parent in SHAPES:
-                if parent == "hybrid" and not has_mamba_kernels(device):
+                if parent == "hybrid" and not has_mamba_kernels():
                     print(f"{layers} hybrid: not checked, a GPU needs mamba-ssm and causal-conv1d for it", flush=True)
                     continue
                 rows += [Row(layers, parent, *found) for found in compare(parent, layers, device, expected.get(parent), parallel)]
@@ -102,15 +120,109 @@ def check(device: torch.device, expected: dict[str, Result], started: float) -> 
     return rows
 
 
+def check_training(expected: dict[str, Trained], started: float, parents: Sequence[str] = tuple(SHAPES)) -> list[Row]:
+    """The rows for models that are trained: in fp32 with the local layers, compared with the CPU (`expected`, by parent) where that could, and in bf16
+    with those that `train` takes, compared with fp32."""
+    from megatron_elastic.platform.te import transformer_engine
+    from megatron_elastic.train.loop import LARGEST_DIVERGENCE
+
+    rows: list[Row] = []
+    for parent in parents:
+        if parent == "hybrid" and not has_mamba_kernels():
+            continue
+        fp32, bf16 = (trained(SHAPES[parent](), precision) for precision in ("fp32", "bf16"))
+        layers = {"fp32": "local", "bf16": "local" if transformer_engine() is None else "te"}
+        pairs = [("bf16", "fp32's", bf16, fp32, BF16_TOLERANCE)]
+        if parent in expected:
+            pairs.insert(0, ("fp32", "CPU's", fp32, expected[parent], TOLERANCE))
+        for precision, whose, found, wanted, allowed in pairs:
+            wrong = worst_loss(found.losses, wanted.losses)
+            rows.append(Row(layers[precision], parent, f"{precision} training, losses = {whose}", wrong, wrong < allowed))
+        for precision, found in (("fp32", fp32), ("bf16", bf16)):
+            parted = found.divergence
+            rows.append(Row(layers[precision], parent, f"{precision} training, KL(parent || full)", parted, parted <= LARGEST_DIVERGENCE))
+        in_time(started)
+    return rows
+
+
+def trained(shape: ModelShape, precision: str) -> Trained:
+    """One step of a parent, its checkpoint, and two elastic steps from there, with a plan and with what a router chooses, on this machine's device."""
+    from megatron_elastic.train.data import share_of_context
+    from megatron_elastic.train.loop import divergence_from_parent, start_parallel
+    from megatron_elastic.train.run import Run, parent_checkpoint
+    from megatron_elastic.train.step import train_step
+
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = replace(training_recipe(shape, precision), run_dir=folder)
+        parallel = start_parallel(recipe)
+        try:
+            run, data = Run(recipe, parallel), rows_of(shape.vocab_size)
+            randomize_(run.parts[0])
+            run.optimizer.reload_model_params()
+            metrics = [train_step(run, data)]
+            run.stage_index = 1
+            run.save(stage_end=True)
+            run.become_elastic(parent_checkpoint(recipe))
+            (divergence,) = divergence_from_parent(run, share_of_context(next(rows_of(shape.vocab_size)), parallel))
+            for _ in range(STEPS):
+                metrics.append(train_step(run, data))
+                run.step += 1
+        finally:
+            parallel.destroy()
+    return Trained([{"all": one.loss, **one.by_budget} for one in metrics], divergence)
+
+
+def training_recipe(shape: ModelShape, precision: str) -> Recipe:
+    """Half widths as a plan, and what is learned between them and the parent."""
+    space = half_widths(shape)
+    half = space.plan({spec.axis: spec.choices[-1] for spec in space.axes})
+    stage = StageConfig(
+        name="parent", elastic=False, sequence_length=SEQUENCE, global_batch_size=BATCH, micro_batch_size=1, steps=1, lr=1e-3
+    )
+    return Recipe(
+        format_version=1,
+        model=shape,
+        precision=precision,  # pyright: ignore[reportArgumentType] - fp32 or bf16
+        seed=44,  # its four draws have all three budgets
+        elastic=ElasticConfig(
+            axes={spec.axis.value: AxisChoices(choices=spec.choices) for spec in space.axes},
+            budgets={"full": 1.0, "half": PinnedBudget(plan={axis.value: width for axis, width in half.widths}), "learned": 0.7},
+            shard_groups=SHARD_GROUPS,
+        ),
+        router=RouterConfig(hidden=24, samples_per_decision=1),
+        distill=DistillConfig(ce_weight=0.5, chunk_tokens=7),
+        optimizer=OptimizerConfig(eps=1e-4),  # Adam takes a full step on the rounding of a gradient that is zero
+        stages=(stage, replace(stage, name="short", elastic=True, steps=4 * STEPS)),
+    )
+
+
+def rows_of(words: int) -> Iterator[MicroBatch]:
+    """Rows of two documents each, as many as are asked for; the samples of a step are numbered from 0."""
+    from megatron_elastic.train.data import pack_samples
+
+    positions, draw = torch.cat([torch.arange(9), torch.arange(SEQUENCE - 9)]), torch.Generator().manual_seed(2)
+    while True:
+        for number in range(BATCH):
+            ids = torch.randint(0, words, (SEQUENCE + 1,), generator=draw)
+            sample = {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": torch.ones(SEQUENCE), "position_ids": positions}
+            yield pack_samples([sample], number)
+
+
+def worst_loss(actual: list[dict[str, float]], expected: list[dict[str, float]]) -> float:
+    """The largest relative difference of a loss."""
+    pairs = [(found[name], loss) for found, wanted in zip(actual, expected, strict=True) for name, loss in wanted.items()]
+    return max(abs(found - loss) / abs(loss) for found, loss in pairs)
+
+
 def in_time(started: float) -> None:
     """Raises TimeoutError when the three minutes are over."""
     if time.monotonic() - started > SECONDS:
         raise TimeoutError(f"not done in {SECONDS:.0f} s; the rest was not checked")
 
 
-def has_mamba_kernels(device: torch.device) -> bool:
-    """Whether a Mamba layer can run on `device`: a GPU needs the packages, on a CPU we have kernels of our own."""
-    return device.type == "cpu" or all(importlib.util.find_spec(name) is not None for name in ("mamba_ssm", "causal_conv1d"))
+def has_mamba_kernels() -> bool:
+    """Whether a Mamba layer can run here: a GPU needs the packages, on a CPU we have kernels of our own."""
+    return not torch.cuda.is_available() or all(importlib.util.find_spec(name) is not None for name in ("mamba_ssm", "causal_conv1d"))
 
 
 def compare(parent: str, layers: str, device: torch.device, expected: Result | None, parallel: Any) -> list[tuple[str, float, bool]]:
@@ -118,7 +230,7 @@ def compare(parent: str, layers: str, device: torch.device, expected: Result | N
     from megatron_elastic.elastic.attach import elasticize
 
     shape = SHAPES[parent]()
-    model = built(shape, layers, device, parallel)
+    model = built(shape, layers, parallel)
     found: list[tuple[str, float]] = []
     whole = forward_backward(model, device)
     if expected is not None:
@@ -152,13 +264,13 @@ def half_widths(shape: ModelShape) -> ElasticSpace:
     return build_space(shape, axes, shard_groups=SHARD_GROUPS)
 
 
-def built(shape: ModelShape, layers: str, device: torch.device, parallel: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """A model on `device` with weights that depend on nothing but their names."""
+def built(shape: ModelShape, layers: str, parallel: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """A model on this machine's device with weights that depend on nothing but their names."""
     from megatron_elastic.models.build import build_model
 
     model = build_model(shape, parallel, params_dtype=dtype, layers=layers)
     randomize_(model)
-    return model.to(device)
+    return model
 
 
 def forward_backward(model: Any, device: torch.device) -> Result:
@@ -189,7 +301,7 @@ def timing(layers: str, device: torch.device, parallel: Any) -> list[tuple[str, 
     from megatron_elastic.elastic.attach import elasticize
 
     shape = timed_shape()
-    model = built(shape, layers, device, parallel, torch.bfloat16)
+    model = built(shape, layers, parallel, torch.bfloat16)
     space = half_widths(shape)
     handle = elasticize(model, space, parallel, shape)
     plan = space.plan({spec.axis: spec.choices[-1] for spec in space.axes})
@@ -230,11 +342,12 @@ def worst(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
     return max(relative(actual[name], gradient) for name, gradient in expected.items() if float(gradient.norm()) > 1e-6)
 
 
-def cpu_results(folder: Path) -> dict[str, Result]:
-    """What the local layers compute on the CPU, by parent, from a process that sees no GPU (megatron-core prefers one that it sees)."""
+def cpu_results(folder: Path) -> tuple[dict[str, Result], dict[str, Trained]]:
+    """What the local layers compute, and what is trained, on the CPU, by parent: from a process that sees no GPU."""
     target = folder / "cpu.pt"
     subprocess.run([sys.executable, __file__, str(target)], env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=True, timeout=SECONDS)
-    return torch.load(target)
+    results, losses = torch.load(target)
+    return results, {parent: Trained(**found) for parent, found in losses.items()}
 
 
 def write_cpu_results(target: Path) -> int:
@@ -244,8 +357,9 @@ def write_cpu_results(target: Path) -> int:
 
     parallel, cpu = ParallelContext.initialize(), torch.device("cpu")
     parents = [parent for parent in SHAPES if parent != "hybrid" or importlib.util.find_spec("mamba_ssm") is None]
-    torch.save({parent: forward_backward(built(SHAPES[parent](), "local", cpu, parallel), cpu) for parent in parents}, target)
+    results = {parent: forward_backward(built(SHAPES[parent](), "local", parallel), cpu) for parent in parents}
     parallel.destroy()
+    torch.save((results, {parent: asdict(trained(SHAPES[parent](), "fp32")) for parent in parents}), target)
     return 0
 
 

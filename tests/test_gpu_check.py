@@ -1,6 +1,7 @@
 """`make gpu` says in one line that there is no GPU, and its checks are such that a model on another device can pass and fail them.
 
-What it finds on a GPU only a GPU can show; here the other device is the CPU, and Transformer Engine the stand-in.
+What it finds on a GPU only a GPU can show; here the other device is the CPU, or a stand-in of a GPU that refuses tensors of both (tests/accelerator.py),
+and Transformer Engine is a stand-in. So the training it does also proves that `train` leaves no tensor on the CPU that a GPU needs.
 
 Run: pytest tests/test_gpu_check.py
 """
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import pytest
 import torch
 
 from tests.elastic.te_ranks import StandInRanks
+from tests.train.harness import in_new_process
 
 SCRIPT = Path(__file__).parents[1] / "scripts/gpu_check.py"
 
@@ -56,12 +59,12 @@ def rows_on_the_cpu(rank: int, world: int, wrong: bool) -> list[tuple[str, str, 
 
     parallel, expected = ParallelContext.initialize(), {}
     for parent, shape in gpu_check.SHAPES.items():
-        model = gpu_check.built(shape(), "local", cpu, parallel)
+        model = gpu_check.built(shape(), "local", parallel)
         if wrong:
             model.embedding.word_embeddings.weight.data.mul_(1.5)
         expected[parent] = gpu_check.forward_backward(model, cpu)
     parallel.destroy()
-    rows = gpu_check.check(cpu, expected, time.monotonic())
+    rows = gpu_check.check(expected, time.monotonic())
     return [(row.layers, row.parent, row.what, row.value, row.passed) for row in rows]
 
 
@@ -79,6 +82,29 @@ def test_the_cpu_passes_its_own_checks(te: StandInRanks) -> None:
 def test_another_model_fails(te: StandInRanks) -> None:
     failed = {row[2] for row in te(rows_on_the_cpu, True)[0] if row[4] is False}
     assert failed == {"logits = CPU's", "gradients = CPU's"}
+
+
+def trained_on_the_cpu(parent: str) -> dict[str, Any]:
+    """What the script trains, in plain data."""
+    gpu_check = script()
+    return asdict(gpu_check.trained(gpu_check.SHAPES[parent](), "fp32"))
+
+
+def trained_on_the_accelerator(parent: str, expected: dict[str, Any]) -> list[tuple[str, float, bool | None]]:
+    """The rows of the script for a model that is trained, on the stand-in of a GPU."""
+    from tests.accelerator import install
+
+    gpu_check = script()
+    install()
+    rows = gpu_check.check_training({parent: gpu_check.Trained(**expected)}, time.monotonic(), [parent])
+    return [(row.what, row.value, row.passed) for row in rows]
+
+
+@pytest.mark.parametrize("parent", ["dense", "hybrid", pytest.param("moe", marks=pytest.mark.slow)])
+def test_training_leaves_no_tensor_on_the_cpu_that_a_gpu_needs(parent: str) -> None:
+    rows = in_new_process(trained_on_the_accelerator, parent, in_new_process(trained_on_the_cpu, parent))
+    assert len(rows) == 4 and all(passed for *_, passed in rows), rows
+    assert {value for what, value, _ in rows if what.startswith("fp32")} == {0.0}  # the stand-in computes as the CPU does, bit for bit
 
 
 def test_time_that_is_up_ends_it() -> None:

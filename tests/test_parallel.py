@@ -1,13 +1,14 @@
-"""Proves that a ParallelContext knows its place in every layout, and that a user error of one rank stops all of them."""
+"""Proves that a ParallelContext knows its device and its place in every layout, and that a user error of one rank stops all of them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_elastic.errors import ConfigError, DataError
-from megatron_elastic.parallel import ParallelContext
+from megatron_elastic.parallel import ParallelContext, place_of
 
 pytestmark = pytest.mark.dist
 
@@ -36,6 +37,24 @@ def too_many(rank: int, world: int, layout: dict[str, int]) -> str:
     with pytest.raises(ConfigError) as caught:
         ParallelContext.initialize(**layout)
     return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "gpus", "expected"), [(0, 0, "cpu"), (7, 0, "cpu"), (0, 1, "cuda:0"), (0, 8, "cuda:0"), (7, 8, "cuda:7")]
+)
+def test_a_process_computes_on_the_gpu_of_its_number(local_rank: int, gpus: int, expected: str) -> None:
+    assert place_of(local_rank, gpus) == expected
+
+
+def test_a_process_without_a_gpu_among_some_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        place_of(3, 2)
+    assert str(caught.value) == (
+        "process 3 of this node (LOCAL_RANK) has no GPU: 2 are visible; start at most 2 a node (gpus_per_node of the cluster file), "
+        "or set CUDA_VISIBLE_DEVICES= to compute on the CPU"
+    )
+    with pytest.raises(ConfigError, match="has no GPU: 1 is visible; start at most 1 a node"):
+        place_of(1, 1)
 
 
 def test_places_in_a_layout(ranks: Any) -> None:
@@ -68,3 +87,8 @@ def test_one_process_raises_its_error_as_it_is(parallel: ParallelContext) -> Non
         parallel.raise_together(error)
     assert caught.value is error
     parallel.raise_together(None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_computes_on_the_cpu(parallel: ParallelContext) -> None:
+    assert parallel.device == torch.device("cpu")

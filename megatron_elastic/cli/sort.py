@@ -150,12 +150,13 @@ def _difference(before: Source, after: Path) -> tuple[float, float]:
 
     length = min(LONGEST_COMPARED, before.shape.max_sequence_length)
     tokens = torch.randint(0, before.shape.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(length)[None].expand_as(tokens)
     parallel = ParallelContext.initialize()
+    tokens = tokens.to(parallel.device)
+    positions = torch.arange(length, device=parallel.device)[None].expand_as(tokens)
 
     def logits(source: Source) -> Tensor:
         with torch.no_grad():
-            return load_model(source, parallel)(tokens, positions, None)[..., : before.shape.vocab_size]
+            return load_model(source, parallel)(tokens, positions, None)[..., : before.shape.vocab_size].cpu()
 
     try:
         old = logits(before)

@@ -136,10 +136,13 @@ class Decision:
 
     def _whole(self, dim: Dim, layer: int | None, shards: int) -> torch.Tensor:
         """Weights of all entries of one shard of `dim`, what is cut included."""
-        parts = []
+        parts, device = [], next((weights.device for weights in self.weights.values()), None)
         for segment, size, groups in dim.blocks(shards):
             weights, units = self._row(segment.axis, layer), self._row(segment.unit_axis, layer)
-            parts.append(_segment_weights(segment, size, groups, weights, units))
+            if weights is None and units is None:
+                parts.append(torch.ones(size, device=device))
+            else:
+                parts.append(_segment_weights(segment, size, groups, weights, units))
         return torch.cat(parts)
 
     def _place(self, dim: Dim, layer: int | None) -> int | None:
@@ -151,9 +154,7 @@ class Decision:
 
 
 def _segment_weights(segment: Segment, size: int, groups: int, weights: torch.Tensor | None, units: torch.Tensor | None) -> torch.Tensor:
-    """Weights [size] of a segment of `groups` groups from those of one group's components and of one component's entries."""
-    if weights is None and units is None:
-        return torch.ones(size)
+    """Weights [size] of a segment of `groups` groups from those of one group's components and of one component's entries; one may be None."""
     if weights is None:
         groups = 1  # those of an axis that is not elastic: a shard need not hold whole ones
     block = size // groups

@@ -31,7 +31,7 @@ from megatron_elastic.formats import EVAL
 from megatron_elastic.parallel import ParallelContext
 from megatron_elastic.shape import ModelShape
 from megatron_elastic.space import parent_plan
-from megatron_elastic.train.data import MicroBatch, pack_samples
+from megatron_elastic.train.data import MicroBatch, pack_samples, share_of_context
 from megatron_elastic.train.forward import batch_loss, hidden_states
 
 MODEL, PARENT = "model", "parent"
@@ -123,7 +123,8 @@ class Evaluator:
         """
         terms = OutputLossTerms(vocab_size=self.shape.vocab_size, kl_weight=0.0, ce_weight=1.0)
         sums, scored = dict.fromkeys(plans.values(), 0.0), 0  # by plan: names that share one are computed once
-        for batch in packed_rows(documents, sequence_length):
+        for row in packed_rows(documents, sequence_length):
+            batch = share_of_context(row, self.parallel)
             for plan in sums:
                 with nullcontext() if self.handle is None else self.handle.use(plan):
                     loss = batch_loss(self.model, hidden_states(self.model, batch), batch, terms, None, None, self.parallel)

@@ -60,12 +60,12 @@ def generate(model: LanguageModule, prompt: Sequence[int], options: GenerateOpti
     if not prompt:
         raise ConfigError("the prompt is empty; give at least one token")
     device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(options.seed)
+    generator = torch.Generator().manual_seed(options.seed)
     ids, ended, prompt_loss = list(prompt), False, None
     for number in range(options.tokens):
         logits = _logits(model, ids, device, options.vocab_size)
         if number == 0 and len(prompt) > 1:
-            prompt_loss = float(F.cross_entropy(logits[:-1], torch.tensor(ids[1:], device=device)))
+            prompt_loss = float(F.cross_entropy(logits[:-1], torch.tensor(ids[1:])))
         token = next_token(logits[-1, : options.drawable], options.sampling, generator)
         if token == options.end:
             ended = True
@@ -75,7 +75,7 @@ def generate(model: LanguageModule, prompt: Sequence[int], options: GenerateOpti
 
 
 def _logits(model: LanguageModule, ids: Sequence[int], device: torch.device, vocab_size: int) -> torch.Tensor:
-    """Logits [tokens, vocabulary] of one document, in fp32."""
+    """Logits [tokens, vocabulary] of one document, in fp32, on the CPU: the same seed draws the same on every machine."""
     tokens = torch.tensor(ids, device=device)[None]
     positions = torch.arange(len(ids), device=device)[None]
-    return model(tokens, positions, None)[0, :, :vocab_size].float()
+    return model(tokens, positions, None)[0, :, :vocab_size].float().cpu()

@@ -26,7 +26,7 @@ def build_model(
     part: int = 0,
     recompute: Recompute | str = Recompute.NONE,
 ) -> LanguageModule:
-    """This rank's share of the model of `shape`: a GPTModel, or megatron-core's hybrid model, by the letters of its pattern.
+    """This rank's share of the model of `shape`, on its device: a GPTModel, or megatron-core's hybrid model, by the letters of its pattern.
 
     part: which of the `parallel.virtual_pipeline` parts of this rank's share.
     seed: of the weights; the same seed gives the same full model on every layout.
@@ -39,10 +39,10 @@ def build_model(
     again = Recompute(recompute)
     configs = model_configs(shape, parallel, params_dtype=params_dtype, expert_bias_rate=expert_bias_rate, recompute=again)
     model = (gpt_model if shape.is_gpt else hybrid_model)(
-        shape, configs, parallel, layer_set(shape, Layers(layers), parallel.context), part
+        shape, configs, parallel, layer_set(shape, Layers(layers), params_dtype, parallel.context), part
     )
     for module in model.modules():
         if isinstance(module, RecomputableLayer):
             module.recompute = again is Recompute.FULL
     initialize_weights(model, seed)
-    return model
+    return model.to(parallel.device)

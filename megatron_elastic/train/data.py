@@ -67,7 +67,7 @@ class Datasets:
 class MicroBatch:
     """Samples that are computed together, packed into one row of samples x sequence_length tokens; T of them are this rank's.
 
-    T is the whole row but for context parallelism (`share_of_context`).
+    T is the whole row but for context parallelism (`share_of_context`). Datasets make them on the CPU.
     """
 
     tokens: Tensor
@@ -94,12 +94,16 @@ class MicroBatch:
 
 
 def share_of_context(batch: MicroBatch, parallel: ParallelContext) -> MicroBatch:
-    """What of a row a context-parallel rank computes: two chunks, so that causal attention costs all ranks the same."""
-    if parallel.context == 1:
-        return batch
-    mine = context_indices(batch.row_tokens, parallel.context_rank, parallel.context)
-    shares = {name: getattr(batch, name)[:, mine] for name in ("tokens", "labels", "loss_mask", "position_ids")}
-    return replace(batch, **shares)
+    """What of a row this rank computes, on its device; every row passes here on its way to a model.
+
+    A context-parallel rank has two chunks of it, so that causal attention costs all ranks the same.
+    """
+    shares = {name: getattr(batch, name) for name in ("tokens", "labels", "loss_mask", "position_ids")}
+    if parallel.context > 1:
+        mine = context_indices(batch.row_tokens, parallel.context_rank, parallel.context)
+        shares = {name: whole[:, mine] for name, whole in shares.items()}
+    shares["cu_seqlens"] = batch.cu_seqlens
+    return replace(batch, **{name: tensor.to(parallel.device) for name, tensor in shares.items()})
 
 
 def build_datasets(

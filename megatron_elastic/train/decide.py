@@ -1,7 +1,8 @@
 """Which size every group of samples runs in, and how the router learns from it.
 
-A decision enters the model as detached leaf tensors; at the end of a step the leaves' gradients are summed over all ranks once and
-back-propagated once through the router, on every rank alike.
+A decision enters the model as detached leaf tensors on its device; at the end of a step the leaves' gradients are summed over all ranks once
+and back-propagated once through the router, on every rank alike. The router is small and stays on the CPU, where all ranks, and all machines,
+draw the same.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class GroupDecision:
     """The decision of one group of samples.
 
     plan: the hard plan, None when soft; cost_ratio: its cost over the target.
-    probabilities: axis -> pi [places, choices] attached to the router, and leaves: the detached tensors the model saw (both empty when
-    hard).
+    probabilities: axis -> pi [places, choices] attached to the router, on the CPU, and leaves: the detached tensors the model saw, on its device
+    (both empty when hard).
     """
 
     budget: str
@@ -45,7 +46,7 @@ class GroupDecision:
 
 
 def reduced_gradients(groups: list[GroupDecision], space: ElasticSpace, parallel: ParallelContext) -> torch.Tensor:
-    """The gradients of all leaves of a step, summed over the world, flat: by group, then by axis. A collective, once a step.
+    """The gradients of all leaves of a step, summed over the world, flat, on the CPU: by group, then by axis. A collective, once a step.
 
     Layers, tokens and experts are divided over pipeline, data, context and expert ranks, so each has a part of the sum, and so have
     tensor-parallel ranks of what is masked inside a sublayer. `hidden` and `layers` are masked on the residual stream: without sequence
@@ -57,18 +58,18 @@ def reduced_gradients(groups: list[GroupDecision], space: ElasticSpace, parallel
     gradients = [(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad * factor[axis]).flatten() for axis, leaf in leaves]
     flat = torch.cat(gradients)
     dist.all_reduce(flat, group=parallel.world)
-    return flat
+    return flat.cpu()
 
 
 class Decider:
     """Draws budgets, asks the router, and trains it.
 
     targets: budget -> absolute cost, largest first; fixed: budget -> plan for those the router does not choose.
-    router: None when every plan is fixed.
+    router: None when every plan is fixed. device: of the model that the decisions are for.
     """
 
-    def __init__(self, recipe: Recipe, space: ElasticSpace) -> None:
-        self.recipe, self.space, self.shape = recipe, space, recipe.model
+    def __init__(self, recipe: Recipe, space: ElasticSpace, device: torch.device) -> None:
+        self.recipe, self.space, self.shape, self.device = recipe, space, recipe.model, device
         self.cost: Cost = recipe_cost(recipe)
         self.targets = budget_targets(recipe, self.cost)
         self.full = next(iter(self.targets))
@@ -115,14 +116,14 @@ class Decider:
         pi = {axis: relaxed_choice(value, noise[axis], tau, scale) for axis, value in logits.items()}
         if settings.straight_through:
             pi = {axis: straight_through(value) for axis, value in pi.items()}
-        leaves = {axis: value.detach().requires_grad_() for axis, value in pi.items()}
+        leaves = {axis: value.detach().to(self.device).requires_grad_() for axis, value in pi.items()}
         cost = self.cost(expected_widths(self.space, pi, self.shape.num_layers))
         return GroupDecision(budget, None, cost / self.targets[budget], pi, leaves)
 
     def learn(self, groups: list[GroupDecision], num_tokens: torch.Tensor, lr: float, progress: float, parallel: ParallelContext) -> float:
         """One step of the router: the distillation's gradient at the leaves, the budget loss, and the anchor of the full budget.
 
-        num_tokens: of the global batch (0-d): the leaves' gradients are sums over tokens. Returns the gradient's norm before clipping.
+        num_tokens: of the global batch (0-d, on the CPU): the leaves' gradients are sums over tokens. Returns the gradient's norm before clipping.
         """
         if self.router is None or self.optimizer is None or progress >= self.recipe.router.learn_share:
             return 0.0

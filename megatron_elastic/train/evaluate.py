@@ -66,7 +66,7 @@ def _mean_loss(run: Run, parts: list[Any], batches: list[MicroBatch]) -> float:
     terms = OutputLossTerms(
         vocab_size=run.recipe.model.vocab_size, kl_weight=0.0, ce_weight=1.0, chunk_tokens=run.recipe.distill.chunk_tokens
     )
-    sums, size = torch.zeros(2, dtype=torch.float64), WINDOW * run.parallel.pipeline
+    sums, size = torch.zeros(2, dtype=torch.float64, device=run.parallel.device), WINDOW * run.parallel.pipeline
     for start in range(0, len(batches), size):
         run.progressed()
         for loss in map_microbatches(

@@ -42,6 +42,8 @@ from megatron_elastic.train.step import train_step
 from megatron_elastic.watchdog import Watchdog
 
 FAMILY_FILE = "family.json"
+LARGEST_DIVERGENCE = 1e-6
+"""Nats per token between a parent and the full budget of its family that still count as none."""
 
 
 def train(recipe: Recipe, *, stage: str | None = None, steps: int | None = None, stop: StopSignal | None = None) -> None:
@@ -195,21 +197,25 @@ def check_teacher(run: Run) -> None:
     row = fixed_batches(
         run.datasets().valid, 1, micro_batch_size=stage.micro_batch_size, data_rank=parallel.data_rank, data_size=parallel.data
     )[0]
-    batch = share_of_context(row, parallel)
-    terms = replace(loss_terms(run.recipe.model.vocab_size, run.recipe.distill, elastic=True), kl_weight=1.0)
-    parents = map_microbatches([run.teacher], parallel, [batch], lambda _, hidden: hidden)
-
-    def divergence(_: MicroBatch, hidden: torch.Tensor) -> float:
-        loss = batch_loss(run.parts[-1], hidden, batch, terms, run.teacher, parents[0], parallel)
-        return float(loss.kl) / stage.sequence_length
-
     error = None
-    for found in map_microbatches(run.parts, parallel, [batch], divergence):
-        if not found <= 1e-6:
+    for found in divergence_from_parent(run, share_of_context(row, parallel)):
+        if not found <= LARGEST_DIVERGENCE:
             error = CheckpointError(
                 f"KL(parent || full budget) is {found:.3g} per token at the start of stage {stage.name!r}, not 0: the parent's checkpoint is not this model's"
             )
     parallel.raise_together(error)  # one rank alone looks at text, the others at padding
+
+
+def divergence_from_parent(run: Run, batch: MicroBatch) -> list[float]:
+    """KL(parent || full budget), nats for each token of the stage's sequence; one number on the last stage, none elsewhere. A collective."""
+    terms = replace(loss_terms(run.recipe.model.vocab_size, run.recipe.distill, elastic=True), kl_weight=1.0)
+    parents = map_microbatches([run.teacher], run.parallel, [batch], lambda _, hidden: hidden)
+
+    def divergence(_: MicroBatch, hidden: torch.Tensor) -> float:
+        loss = batch_loss(run.parts[-1], hidden, batch, terms, run.teacher, parents[0], run.parallel)
+        return float(loss.kl) / run.stage.sequence_length
+
+    return map_microbatches(run.parts, run.parallel, [batch], divergence)
 
 
 def _keep_recipe(run: Run) -> None:

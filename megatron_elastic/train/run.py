@@ -209,7 +209,7 @@ class Run:
         assert self.recipe.elastic is not None
         rate = self.recipe.elastic.expert_bias_rate
         self.handle = elasticize(self.parts, space, self.parallel, self.recipe.model, expert_bias_rate=rate)
-        self.decider = Decider(self.recipe, space)
+        self.decider = Decider(self.recipe, space, self.parallel.device)
 
     def save(self, *, stage_end: bool) -> None:
         """Save the current position, after the save before it is finished; the end of a stage is kept for good, and waited for."""

@@ -103,7 +103,7 @@ def accumulate_gradients(run: Run, groups: list[GroupDecision], batches: Iterato
         outputs += train_microbatches(
             run.chunks, parallel, window, partial(_forward, run, groups), partial(_loss, run, groups, teacher_states(run, window, groups))
         )
-    tokens = sum((output["tokens"] for output in outputs), torch.zeros((), dtype=torch.int))
+    tokens = sum((output["tokens"] for output in outputs), torch.zeros((), dtype=torch.int, device=parallel.device))
     finalize_model_grads(run.chunks, tokens)
     return outputs
 
@@ -163,14 +163,14 @@ def _loss(
 
 
 def _loss_sums(names: list[str], outputs: list[dict[str, Any]], parallel: ParallelContext) -> torch.Tensor:
-    """[names, 2]: sums of the loss and of tokens over the global batch, on every rank."""
-    sums = torch.zeros(len(names), 2, dtype=torch.float64)
+    """[names, 2]: sums of the loss and of tokens over the global batch, on every rank, on the CPU."""
+    sums = torch.zeros(len(names), 2, dtype=torch.float64, device=parallel.device)
     for output in outputs:
         row = names.index(output["budget"])
         sums[row, 0] += output["sum"].double()
         sums[row, 1] += output["tokens"].double()
     dist.all_reduce(sums, group=parallel.world)
-    return sums / parallel.tensor  # every tensor-parallel rank knows the loss of all of its group's tokens
+    return sums.cpu() / parallel.tensor  # every tensor-parallel rank knows the loss of all of its group's tokens
 
 
 def _mean_ratios(groups: list[GroupDecision]) -> dict[str, float]:

@@ -21,6 +21,7 @@ from megatron_elastic.space import parent_plan, resize
 from megatron_elastic.testing.tiny import tiny_shape
 from tests.elastic.family import tiny_space
 
+pytestmark = pytest.mark.one_release
 TOKENS = 36
 HALF = {"hidden": 16, "ffn": 28, "moe_ffn": 20, "shared_ffn": 16, "heads": 4, "mamba_heads": 4, "mamba_head_dim": 2, "mamba_state": 2}
 HALF |= {"experts": 4, "topk": 1}

@@ -17,6 +17,7 @@ import torch
 
 from megatron_elastic.axes import ElasticAxis, SubmodelPlan
 from megatron_elastic.checkpoint import write_named
+from megatron_elastic.elastic.attach import ElasticHandle
 from megatron_elastic.errors import CheckpointError, PlanError
 from megatron_elastic.export.member import homogenise
 from megatron_elastic.export.sources import open_source
@@ -100,6 +101,23 @@ def test_members_of_every_type_are_compared_in_turn(family: Path, parallel: Any,
     notes = {name: verifier.check(small, tmp_path / name) for name in ("bfloat16", "float32", "float16", "both")}
     assert all(found.holds for found in notes.values())
     assert [len(found.notes) for found in notes.values()] == [1, 0, 1, 2] and "stored in float16" in notes["float16"].notes[0]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs the extra hf")
+def test_the_family_computes_a_plan_once_for_both_formats(family: Path, parallel: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    source = open_source(family)
+    assert source.space is not None
+    plan, decisions = source.space.parent, []
+    write_member(source, plan, tmp_path / "megatron", Options())
+    write_member(source, plan, tmp_path / "hf", Options(hugging_face=True))
+    use = ElasticHandle.use
+    monkeypatch.setattr(ElasticHandle, "use", lambda handle, *args: decisions.append(args) or use(handle, *args))
+    verifier = Verifier(source, parallel, TEXT, [TEXT[0].numpy()], 22)
+    ours, theirs = verifier.check(plan, tmp_path / "megatron"), verifier.check(plan, tmp_path / "hf")
+    assert decisions == [(plan, "mask"), (plan, "slice"), (plan,)]
+    assert ours.holds and theirs.holds and ours.loss == theirs.loss and ours.reader != theirs.reader
+    write_member(source, source.plans["small"], tmp_path / "small", Options())
+    assert verifier.check(source.plans["small"], tmp_path / "small").holds and len(decisions) == 6, "another plan is computed"
 
 
 def test_a_model_of_another_size_is_refused(family: Path, parallel: Any, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def decisions(parallel: ParallelContext, layout: dict[str, Any] | None = None) -
     before = (torch.get_rng_state(), random.getstate())
     recipe = recipe_of(tiny_moe(), None, "soft", layout or {})
     assert recipe.space is not None
-    decider, found = Decider(recipe, recipe.space), []
+    decider, found = Decider(recipe, recipe.space, parallel.device), []
     for step in range(3):
         for group in decider.decide(recipe.stages[0], step, 0.2):
             found.append((group.budget, {axis.value: leaf.detach() for axis, leaf in group.leaves.items()}))

@@ -111,7 +111,7 @@ def restore(optimizer: MegatronOptimizer, loaded: Mapping[str, Any]) -> None:
     for number, inner in enumerate(inner_optimizers(optimizer)):
         state = inner.state_dict()
         for group in state["optimizer"]["param_groups"]:
-            group["step"] = loaded["step"]
+            group["step"] = int(loaded["step"])  # Transformer Engine's kernel takes no other number
         moments = loaded["moments"][number]
         if _has_torch_adam(inner):
             _restore_torch_adam(inner, state, moments, loaded["step"])

@@ -37,7 +37,7 @@ from megatron_elastic.checkpoint.new_directory import publish, temporary_name
 from megatron_elastic.checkpoint.sharded.state import build_state, detach_from_model
 from megatron_elastic.checkpoint.sharded.storage import PlanningStrategy, Shards, Written
 from megatron_elastic.errors import CheckpointError
-from megatron_elastic.parallel import ParallelContext
+from megatron_elastic.parallel import ParallelContext, compute_on
 from megatron_elastic.shape import ModelShape
 
 SPARE_BYTES = 16 * 2**20
@@ -130,6 +130,7 @@ class PendingSave:
         return True
 
     def _write(self) -> None:
+        compute_on(self._parallel.device)  # torch's writer waits for the GPU even where all tensors are on the CPU
         try:
             self._written = self._shards.write()
         except Exception as error:  # noqa: BLE001 - raised by `finish`, on every rank
