@@ -71,7 +71,7 @@ def report(target: str) -> Iterator[Line]:
     prepare_platform()
     warnings.simplefilter("ignore")  # what a package misses is a line here, not a warning of each of its modules
     yield from packages(target, imports=True)
-    yield from step(target)
+    yield from step()
 
 
 def packages(target: str, *, imports: bool) -> Iterator[Line]:
@@ -109,19 +109,19 @@ def import_error(module: str) -> str:
     return ""
 
 
-def step(target: str) -> Iterator[Line]:
-    """A tiny hybrid family on the target's device: its full budget is the parent, and a step of the smallest plan lowers that plan's loss."""
+def step() -> Iterator[Line]:
+    """A tiny hybrid family on the device that a run would take: its full budget is the parent, and a step of the smallest plan lowers that plan's loss."""
     import torch
 
     from megatron_elastic import ParallelContext, build_model, elasticize, load_recipe
 
-    device = torch.device("cuda" if target == "gpu" else "cpu")
     recipe = load_recipe(ROOT / "recipes" / "demo_hybrid.yaml")
     space = recipe.space
     assert space is not None
-    parallel = ParallelContext.initialize(backend="nccl" if target == "gpu" else "gloo")
+    parallel = ParallelContext.initialize()
+    device = parallel.device
     try:
-        model = build_model(recipe.model, parallel).to(device)
+        model = build_model(recipe.model, parallel)
         whole = float(loss(model, device))
         handle = elasticize(model, space, parallel, recipe.model)
         with handle.use(space.parent):

@@ -123,6 +123,7 @@ def _answer(watcher: Accelerator, gpus: int) -> None:
     torch.cuda.current_device = lambda: watcher.current or 0
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     torch.cuda.set_device = set_device
+    torch.accelerator.is_available = lambda: False  # a torch that was built for GPUs would ask the driver
 
 
 def _make() -> None:
