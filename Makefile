@@ -14,7 +14,7 @@ help: ## List the targets
 setup: ## Make the environment, or find it already made, and print its path
 	@$(RUN) python -c 'import sys; print(sys.prefix)'
 
-demo: ## Train a tiny family on this machine, cut its members out, verify and plot them (a few minutes)
+demo: ## Train a tiny family on this machine, cut its members out, verify and plot them (five minutes)
 	@$(RUN) launchers/demo.sh
 
 # What trains, draws, spawns or compares with transformers takes longer than an edit may wait; `make test` runs it.

@@ -9,6 +9,7 @@ Run in an image, or in any environment: python docker/check_image.py cpu|gpu
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import sys
 import warnings
@@ -51,6 +52,8 @@ def main(arguments: list[str]) -> int:
         print(f"usage: check_image.py {'|'.join(PROMISED)}", file=sys.stderr)
         return 2
     (target,) = arguments
+    if target == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this image promises nothing of a GPU, even where it sees one
     failed = False
     for line in report(target):
         print(f"{line.verdict:8}  {line.what}", flush=True)
@@ -71,7 +74,7 @@ def report(target: str) -> Iterator[Line]:
     prepare_platform()
     warnings.simplefilter("ignore")  # what a package misses is a line here, not a warning of each of its modules
     yield from packages(target, imports=True)
-    yield from step()
+    yield from step(torch.bfloat16 if target == "gpu" else torch.float32)
 
 
 def packages(target: str, *, imports: bool) -> Iterator[Line]:
@@ -109,8 +112,8 @@ def import_error(module: str) -> str:
     return ""
 
 
-def step() -> Iterator[Line]:
-    """A tiny hybrid family on the device that a run would take: its full budget is the parent, and a step of the smallest plan lowers that plan's loss."""
+def step(params_dtype: Any) -> Iterator[Line]:
+    """A tiny hybrid family on the device, and of the layers, that a run would take (Transformer Engine's in bf16): its full budget is the parent, and a step of the smallest plan lowers that plan's loss."""
     import torch
 
     from megatron_elastic import ParallelContext, build_model, elasticize, load_recipe
@@ -121,7 +124,7 @@ def step() -> Iterator[Line]:
     parallel = ParallelContext.initialize()
     device = parallel.device
     try:
-        model = build_model(recipe.model, parallel)
+        model = build_model(recipe.model, parallel, params_dtype=params_dtype)
         whole = float(loss(model, device))
         handle = elasticize(model, space, parallel, recipe.model)
         with handle.use(space.parent):

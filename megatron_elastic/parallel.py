@@ -101,9 +101,10 @@ class ParallelContext:
             expert_tensor=expert_tensor,
             context=context,
         )
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        device = torch.device(place_of(int(os.environ.get("LOCAL_RANK", "0")), gpus))
         owns = not dist.is_initialized()
+        # Processes that a caller has started with another backend than NCCL cannot talk from a GPU.
+        on_gpus = torch.cuda.is_available() and (owns or "nccl" in dist.get_backend_config())
+        device = torch.device(place_of(_local_rank(), torch.cuda.device_count() if on_gpus else 0))
         compute_on(device)  # before there is a group: NCCL, megatron-core and "cuda" without a number take the current one
         if owns:
             _start_processes("nccl" if device.type == "cuda" else "gloo")
@@ -239,13 +240,25 @@ class ParallelContext:
         raise kind(message) from error
 
 
-def place_of(local_rank: int, gpus: int) -> str:
+def _local_rank() -> int | None:
+    """The number of this process on its node; None where there are several processes and nobody said."""
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    return 0 if int(os.environ.get("WORLD_SIZE", "1")) == 1 else None
+
+
+def place_of(local_rank: int | None, gpus: int) -> str:
     """The device of process `local_rank` of a node, of which it sees `gpus` GPUs: that of its number, or "cpu" where there is none.
 
-    Raises ConfigError when there are GPUs, but fewer than processes: two on one would halve both, and NCCL refuses them.
+    Raises ConfigError when there are GPUs, but fewer than processes: two on one would halve both, and NCCL refuses them; and where a process does
+    not know its number (None).
     """
     if gpus == 0:
         return "cpu"
+    if local_rank is None:
+        raise ConfigError(
+            f"LOCAL_RANK is not set, so that this process cannot know which of {gpus} GPUs is its own; start with torchrun or slurm/, or set it"
+        )
     if local_rank >= gpus:
         raise ConfigError(
             f"process {local_rank} of this node (LOCAL_RANK) has no GPU: {gpus} {'is' if gpus == 1 else 'are'} visible; start at most {gpus} "

@@ -84,8 +84,8 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            results, trained = cpu_results(Path(folder))
-            rows = check(results, started) + check_training(trained, started)
+            results, losses = cpu_results(Path(folder))
+            rows = check(results, started) + check_training(losses, started)
         except TimeoutError as error:
             print(error, file=sys.stderr)
             return 2

@@ -55,6 +55,9 @@ def test_a_process_without_a_gpu_among_some_is_refused() -> None:
     )
     with pytest.raises(ConfigError, match="has no GPU: 1 is visible; start at most 1 a node"):
         place_of(1, 1)
+    with pytest.raises(ConfigError, match="LOCAL_RANK is not set, so that this process cannot know which of 8 GPUs"):
+        place_of(None, 8)
+    assert place_of(None, 0) == "cpu"
 
 
 def test_places_in_a_layout(ranks: Any) -> None:

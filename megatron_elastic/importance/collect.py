@@ -83,7 +83,10 @@ def collect(
         seen = set[Place]().union(*(watcher.seen for watcher in watchers))
     scores: ScoresByLayer = {}
     if how is not None:
-        observed, seen = (statistics.scores(), seen) if statistics is not None else weight_norms(parts, shape, parallel)
+        if statistics is not None:
+            observed = statistics.scores()
+        else:
+            observed, seen = weight_norms(parts, shape, parallel)
         _check_seen(seen, places_of(shape, how.needs), parallel)
         scores = fold(times_weights(observed, parts, shape, parallel) if how.times_weights else observed, shape)
     record = None if observer is None else observer.record(tokens)  # after the widths: what is no number is named where it begins

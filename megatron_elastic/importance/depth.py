@@ -104,6 +104,10 @@ def _greedy(
             done += 1
             if progress is not None:
                 progress(done, total)
+        if chosen < 0:
+            raise DataError(
+                f"without layers {dropped} and any other the predictions are no numbers; look at the model with `megatron-elastic eval`"
+            )
         dropped.append(chosen)
         errors.append(best)
     (last,) = set(range(layers)) - set(dropped)
@@ -121,7 +125,8 @@ class _Reference:
         if self._tokens == 0:
             raise DataError("there are no tokens to order layers on: the loss mask leaves none; use other data or more tokens")
         self._states = [states for start in self._starts for states in self._run(start)]
-        if not math.isfinite(own := self.error(math.inf)):
+        own = sum(self._divergence(start, self._states[start : start + self._size]) for start in self._starts)
+        if not math.isfinite(own):
             raise DataError(
                 f"the predictions of the whole model diverge from themselves by {own}; look at the model with `megatron-elastic eval`"
             )

@@ -21,8 +21,8 @@ ScoresByLayer = dict[ElasticAxis, dict[int | None, Tensor]]
 def fold(observed: Mapping[Place, Tensor], shape: ModelShape) -> ScoresByLayer:
     """Axis -> layer -> scores, from place -> scores of its entries, one for every place of the model.
 
-    hidden: the sum over all sublayers' norms (or all writes). Heads: L2 norm over their channels. Mamba channels: L2 norm over the heads of the layer, one order
-    for all; Mamba heads: L2 norm over their best channels. Mamba state: the geometric mean of B and C, see `mamba.py`.
+    hidden: the sum over all sublayers' norms (or all writes). Heads: L2 norm over their channels. Mamba channels: L2 norm over the heads of the
+    layer, one order for all; Mamba heads: L2 norm over their best channels. Mamba state: the geometric mean of B and C, see `mamba.py`.
     """
     scores: ScoresByLayer = {}
     experts: dict[int | None, list[Tensor]] = {}

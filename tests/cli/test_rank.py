@@ -108,7 +108,7 @@ def told_in_a_window() -> None:
 
 
 def told_while_layers_are_tried() -> None:
-    """Be told while the second layer is left out, after the whole model has been compared with itself."""
+    """Be told while the third layer is left out."""
     from megatron_elastic.importance import depth
 
     difference, tried = depth._Reference.error, []

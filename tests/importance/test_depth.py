@@ -114,6 +114,16 @@ def test_candidates_are_tried_again_after_each_removal_and_given_up_early() -> N
     assert limits[0] == float("inf") and limits[1] == 0.1
 
 
+def test_predictions_that_are_no_numbers_are_refused(parallel: Any) -> None:
+    parts, data = random_parts(DENSE, parallel), rows(DENSE.vocab_size, ROWS, parallel)
+    with torch.no_grad():
+        parts[0].decoder.layers[1].mlp.linear_fc2.weight[3] = torch.nan
+    with pytest.raises(DataError, match="the predictions of the whole model diverge from themselves by nan"):
+        depth_order(parts, DENSE, parallel, data)
+    with pytest.raises(DataError, match=r"without layers \[\] and any other the predictions are no numbers"):
+        _greedy(lambda dropped, limit: float("nan"), [0.1, 0.2, 0.3], None)
+
+
 def test_text_without_tokens_is_refused(parallel: Any) -> None:
     data = rows(DENSE.vocab_size, ROWS, parallel)
     for batch in data:

@@ -130,8 +130,8 @@ class PendingSave:
         return True
 
     def _write(self) -> None:
-        compute_on(self._parallel.device)  # torch's writer waits for the GPU even where all tensors are on the CPU
         try:
+            compute_on(self._parallel.device)  # torch's writer waits for the GPU even where all tensors are on the CPU
             self._written = self._shards.write()
         except Exception as error:  # noqa: BLE001 - raised by `finish`, on every rank
             self._error = error
