@@ -88,7 +88,11 @@ def collect(
         else:
             observed, seen = weight_norms(parts, shape, parallel)
         _check_seen(seen, places_of(shape, how.needs), parallel)
-        scores = fold(times_weights(observed, parts, shape, parallel) if how.times_weights else observed, shape)
+        if how.times_weights:
+            norms, read = weight_norms(parts, shape, parallel)
+            _check_seen(read, norms, parallel)
+            observed = times_weights(observed, norms)
+        scores = fold(observed, shape)
     record = None if observer is None else observer.record(tokens)  # after the widths: what is no number is named where it begins
     if record is not None and chosen is not ExpertCriterion.RANDOM:
         scores[ElasticAxis.EXPERTS] = record.scores(chosen)

@@ -28,11 +28,8 @@ def weight_norms(parts: Sequence[Any], shape: ModelShape, parallel: ParallelCont
     return statistics.scores(), seen
 
 
-def times_weights(
-    scores: Mapping[Place, Tensor], parts: Sequence[Any], shape: ModelShape, parallel: ParallelContext
-) -> dict[Place, Tensor]:
-    """Scores of what linears read times the norms of their columns; those of other places as they are. A collective of all processes."""
-    norms, _ = weight_norms(parts, shape, parallel)
+def times_weights(scores: Mapping[Place, Tensor], norms: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
+    """Scores of what linears read times the norms of their columns (`weight_norms`); those of other places as they are."""
     return {place: values * norms[place] if place.axis in READ else values for place, values in scores.items()}
 
 
